@@ -18,20 +18,6 @@ are `assert`s and travel as they are.
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "DamagedState",
-    "DataError",
-    "EngineError",
-    "HeadwayError",
-    "ModelError",
-    "RecipeError",
-    "RunError",
-    "StateError",
-    "UsageError",
-    "WorkerError",
-    "what_is_wrong",
-]
-
 
 class HeadwayError(Exception):
     """Something a person can act on: one sentence, and a hint."""

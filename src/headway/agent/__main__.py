@@ -12,8 +12,6 @@ from headway.agent.supervise.supervisor import supervise_run
 from headway.errors import HeadwayError
 from headway.state import Channel, ChannelClosed
 
-__all__ = ["main"]
-
 
 def main(descriptor: int) -> int:
     """Receive the attempt from the launcher, supervise the run, report the outcome."""

@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict
 from headway.recipe import Assignment, FaultPlan, ParityTrial, SpikeReference, SuspectElement
 from headway.track import RunFolder
 
-__all__ = ["Attempt", "make_assignment"]
-
 
 class Attempt(BaseModel):
     """Everything decided before a start, as plain data that can be handed to another process."""

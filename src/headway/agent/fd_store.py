@@ -12,8 +12,6 @@ from typing import Any
 
 from headway.state import Channel, ChannelClosed, Message
 
-__all__ = ["FdEntry", "FdReassembler", "FdStore", "send_chunked"]
-
 KEEP_ALIVE_S = 0.5
 MAX_DESCRIPTORS = 200
 """Descriptors per message; the kernel passes at most 253."""

@@ -9,8 +9,6 @@ import psutil
 
 from headway.track import RunFolder
 
-__all__ = ["LiveRun", "list_live_runs", "run_from_cmdline"]
-
 _AGENT = ("-m", "headway.agent")
 _ZYGOTE = ("-m", "headway.train.zygote")
 

@@ -41,8 +41,6 @@ from headway.recipe import FaultPlan, Parallel, ParityTrial, Recipe
 from headway.state import open_checkpoint, read_box
 from headway.track import read_recipe
 
-__all__ = ["MeshParity", "ParityReport", "TrialTensors", "check_parity", "describe", "read_trial"]
-
 ELSEWHERE = ("headway logs", "headway resume", "headway report", "checkpoint.")
 """Parts of hints that refer to a run folder; that of a trial is gone when they are read."""
 

@@ -18,19 +18,6 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "KINDS",
-    "TOLERANCES",
-    "Finding",
-    "Kind",
-    "ModuleSums",
-    "Tolerances",
-    "TrialNumbers",
-    "Verdict",
-    "compare_trials",
-    "merge_sums",
-]
-
 Kind = Literal["forward", "loss", "gradient", "parameter", "adamw"]
 KINDS: tuple[Kind, ...] = ("forward", "loss", "gradient", "parameter", "adamw")
 Tensors: TypeAlias = Mapping[str, NDArray[Any]]

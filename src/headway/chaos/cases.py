@@ -20,8 +20,6 @@ from headway.errors import RecipeError, UsageError
 from headway.recipe import FaultPlan, Recipe
 from headway.recipe.faults import AGENT, KEEPER, Action, WorkerPoint
 
-__all__ = ["CASES", "CaseContext", "FaultCase", "Way", "make_context", "next_multiple", "select_cases"]
-
 Way = Literal["restarted", "woken", "unhurt", "resumed", "refused"]
 MIN_STEPS = 6
 SLOWDOWN = 0.3

@@ -23,8 +23,6 @@ from headway.recipe import FaultPlan, Recipe
 from headway.recipe.faults import read_fired_faults
 from headway.track import RunFolder, Tail, record_path, summarize
 
-__all__ = ["ChaosHarness", "FaultedRun", "LauncherSignal", "Start", "run_with_faults"]
-
 POLL_S = 0.01
 
 Start = Callable[[Attempt], "subprocess.Popen[bytes]"]

@@ -27,8 +27,6 @@ from headway.recipe import FaultPlan, Recipe, with_settings
 from headway.recipe.faults import read_fired_faults
 from headway.track import RunFolder, compare_runs, read_recipe, read_run
 
-__all__ = ["CaseResult", "CaseRun", "FaultMatrix", "SoakResult", "run_matrix", "run_soak"]
-
 RESTARTS = 3
 """A recipe with fewer restarts gets this many: recovery is what is tested."""
 PATIENCE = 20.0

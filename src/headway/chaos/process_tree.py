@@ -18,8 +18,6 @@ import psutil
 
 from headway.errors import UsageError
 
-__all__ = ["SHARED_MEMORY", "HeldResources", "ProcessTree", "held_resources", "track_descendants"]
-
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 POLL_S = 0.02
 KILL_S = 10.0

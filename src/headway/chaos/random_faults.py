@@ -12,8 +12,6 @@ from headway.chaos.cases import next_multiple
 from headway.recipe import Fault, FaultPlan
 from headway.recipe.faults import AGENT, Action, Point
 
-__all__ = ["count_kinds", "draw_fault_plan", "steps_needed"]
-
 FIRST, LAST = 8, 12
 """Steps before the first fault, from which timeouts are learned, and after the last."""
 INTERVAL = (4, 9)

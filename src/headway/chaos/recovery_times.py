@@ -13,20 +13,6 @@ from headway.chaos.cases import FaultCase, Way
 from headway.track import Event, Record, RunComparison, account, checkpoint_digests
 from headway.track.metrics import history
 
-__all__ = [
-    "RecoveryTimes",
-    "TimedEvent",
-    "agent_messages",
-    "describe_statuses",
-    "differences",
-    "known_median",
-    "lost_s",
-    "measure",
-    "median_step_s",
-    "oracle_violations",
-    "process_events",
-]
-
 LOST = ("detection", "restart", "rework")
 """Accounts of the ledger that a fault adds to."""
 

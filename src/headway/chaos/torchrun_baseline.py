@@ -23,8 +23,6 @@ from headway.recipe import FaultPlan, Recipe
 from headway.recipe.faults import read_fired_faults
 from headway.track import Event
 
-__all__ = ["COMPARABLE", "BaselineResult", "BaselineRun", "baseline_outcome", "run_torchrun"]
-
 COMPARABLE = ("kill-worker", "kill-all", "kill-agent", "stop-worker", "exception", "exit-in-save", "hang-data")
 """Cases that apply to torchrun; its own process stands for the agent."""
 RESTARTS = 3

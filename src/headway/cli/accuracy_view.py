@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from headway.cli.plan_view import WIDTH, cells_of, cut, wrapped
 from headway.plan.accuracy.score import AccuracyReport, ScoredRun, Scores
 
-__all__ = ["against_lines", "short_source"]
-
 
 def against_lines(report: AccuracyReport) -> list[str]:
     """Return tables by group, by source and chip, what was skipped, and the worst predictions."""

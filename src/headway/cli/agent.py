@@ -34,8 +34,6 @@ from headway.state.handshake import KEY_VARIABLE, key_from_env
 from headway.track import RunFolder, lock_holder, read_recipe, summarize
 from headway.track.suspects import read_suspects
 
-__all__ = ["agent"]
-
 FIRST_S = 300.0
 """How long machines that find the leader through a store wait for the first lease."""
 

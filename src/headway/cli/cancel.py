@@ -7,8 +7,6 @@ from headway.cluster.submit import runs as submit
 from headway.cluster.submit.sweeps import cancel_sweep
 from headway.track import find_run, runs_root
 
-__all__ = ["cancel"]
-
 
 def cancel(
     run: RunOrSweep,

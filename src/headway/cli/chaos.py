@@ -24,8 +24,6 @@ from headway.hardware import devices
 from headway.recipe import Recipe, load_recipe
 from headway.track import read_recipe
 
-__all__ = ["chaos"]
-
 ON_CPU = 2
 """Workers without a GPU: most faults need more than one."""
 

@@ -12,8 +12,6 @@ from headway.chaos.random_faults import count_kinds
 from headway.chaos.torchrun_baseline import BaselineResult
 from headway.cli.text import short_seconds
 
-__all__ = ["long_lines", "long_object", "matrix_lines", "matrix_object"]
-
 WIDTH = 80
 NAME = 22
 MISSED = 3

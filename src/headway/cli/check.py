@@ -16,8 +16,6 @@ from headway.errors import UsageError
 from headway.recipe import Parallel, Recipe, load_recipe
 from headway.track import runs_root
 
-__all__ = ["check"]
-
 EXAMPLE = "--mesh shard=2,tensor=2"
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from headway.agent.parity import MeshParity, ParityReport
 from headway.agent.parity_compare import KINDS, Finding, Kind, Verdict
 
-__all__ = ["as_json", "check_lines"]
-
 NAMES: dict[Kind, str] = {
     "forward": "forward",
     "loss": "loss",

@@ -33,8 +33,6 @@ from headway.state.object_store import open_store
 from headway.state.store_checkpoint import list_remote
 from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
 
-__all__ = ["app"]
-
 app = typer.Typer(help="List, verify, compare, export and import checkpoints.", no_args_is_help=True)
 
 STORE_PATIENCE_S = 10.0

@@ -14,17 +14,6 @@ from headway.state.checkpoint_diff import CheckpointDiff
 from headway.state.manifest import CheckpointManifest, TensorEntry
 from headway.state.safetensors_file import DTYPES
 
-__all__ = [
-    "CountingSource",
-    "cut_of",
-    "diff_lines",
-    "facts_of",
-    "list_lines",
-    "progress_bar",
-    "show_lines",
-    "tensor_rows",
-]
-
 WIDTH = 80
 SHOWN = 20
 PATIENCE_S = 1.0

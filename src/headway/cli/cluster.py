@@ -11,8 +11,6 @@ from headway.cli.text import print_json
 from headway.cluster.engines.slurm import site_advice as slurm_site
 from headway.errors import UsageError
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Generate configuration files for a cluster.", no_args_is_help=True, rich_markup_mode=None)
 
 

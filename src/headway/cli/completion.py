@@ -5,8 +5,6 @@ from typing import Annotated, Literal
 import typer
 from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
-__all__ = ["completion"]
-
 
 def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],

@@ -30,8 +30,6 @@ from headway.data.build import RemoteEncoders
 from headway.data.tokenizer import limit_threads
 from headway.errors import UsageError
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Build, inspect, verify and mix datasets.", no_args_is_help=True)
 
 DataPath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder made by `headway data build`.")]

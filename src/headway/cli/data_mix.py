@@ -7,8 +7,6 @@ from headway.cli.text import count, print_json
 from headway.data.corpus import Corpus, open_corpus
 from headway.recipe import load_recipe
 
-__all__ = ["print_mix"]
-
 
 def print_mix(recipe: Path, settings: list[str], as_json: bool) -> None:
     """Print each dataset's share of a recipe's samples, and its epochs."""

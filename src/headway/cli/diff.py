@@ -8,8 +8,6 @@ from headway.cli.options import Json, Run, Runs
 from headway.cli.text import print_json
 from headway.track import compare_runs, find_run, runs_root
 
-__all__ = ["diff"]
-
 
 def diff(
     run_a: Run,

@@ -19,8 +19,6 @@ from headway.hardware.link_bench import listen, measure
 from headway.hardware.network import HostNetwork, Transport, find_network, main_address, transport
 from headway.hardware.storage import StorageRates, measure_storage, uses
 
-__all__ = ["doctor"]
-
 
 def doctor(
     storage: Annotated[

@@ -10,8 +10,6 @@ from headway.cluster.engines.slurm.parse import PARTITIONS, parse_partitions
 from headway.cluster.engines.slurm.site_advice import advise, parse_configuration
 from headway.errors import UsageError
 
-__all__ = ["look_at_engine"]
-
 
 def look_at_engine(name: str) -> tuple[dict[str, Any], list[str]]:
     """Return what an engine's configuration has and lacks for runs, as JSON-ready values and as text."""

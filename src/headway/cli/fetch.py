@@ -14,8 +14,6 @@ from headway.cli.text import duration, print_json
 from headway.state.address import is_in_store
 from headway.track import RunFolder, RunSummary, find_run, read_ends, read_recipe, runs_root, summarize
 
-__all__ = ["fetch"]
-
 QUIET_S = 180.0
 """Records reach the store every minute: a run with nothing newer than this is not training."""
 

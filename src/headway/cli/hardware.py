@@ -14,8 +14,6 @@ from headway.cli.text import print_json
 from headway.errors import RunError
 from headway.hardware import CHIPS, Ceilings, Chip, devices, find_ceilings, load_cluster, parse_on, write_ceilings
 
-__all__ = ["app"]
-
 app = typer.Typer(help="List known chips and benchmark this machine.", no_args_is_help=True)
 
 

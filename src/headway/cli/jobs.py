@@ -12,8 +12,6 @@ from headway.cluster.submit.runs import SubmittedRun, submitted_runs
 from headway.cluster.submit.sweeps import Sweep, find_sweep
 from headway.track import runs_root
 
-__all__ = ["as_document", "jobs", "print_sweep_jobs", "sweep_named"]
-
 WIDTH = 80
 
 

@@ -15,8 +15,6 @@ from headway.errors import HeadwayError, UsageError
 from headway.hardware import devices
 from headway.recipe import Recipe, load_recipe
 
-__all__ = ["kernels"]
-
 
 def kernels(
     recipe: Annotated[

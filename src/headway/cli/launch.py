@@ -17,8 +17,6 @@ from headway.cli.view import open_view, plan_lines, tell
 from headway.errors import RunError, WorkerError
 from headway.track import lock_holder, read_plan, read_recipe, summarize
 
-__all__ = ["launch", "start_launcher"]
-
 DETACH_TIMEOUT_S = 120.0
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import typer
 
-__all__ = ["LazyCommands", "load_signatures"]
-
 IN_SIGNATURES = {"collections.abc", "headway.cli.options", "pathlib", "typer", "typing"}
 """Modules that the signature of a verb may use; everything else is a placeholder."""
 

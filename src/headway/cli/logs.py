@@ -22,8 +22,6 @@ from headway.cluster.submit.sweeps import Sweep
 from headway.errors import EngineError, RunError
 from headway.track import RunFolder, find_run, lock_holder, runs_root
 
-__all__ = ["is_alive", "logs"]
-
 _POLL_S = 0.25
 _POLL_ENGINE_S = 2.0
 """Between queries of an engine, which serves other users too."""

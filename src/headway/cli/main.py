@@ -17,8 +17,6 @@ from headway import __version__
 from headway.cli.lazy import LazyCommands
 from headway.errors import HeadwayError
 
-__all__ = ["VERBS", "app", "main"]
-
 ENVIRONMENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 """Errors of disks and permissions: nobody's bug, reported without a traceback."""
 

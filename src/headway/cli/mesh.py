@@ -9,8 +9,6 @@ from headway.errors import UsageError, what_is_wrong
 from headway.plan.settings import AXES, parse_mesh
 from headway.recipe import Parallel
 
-__all__ = ["parse_layout"]
-
 SWITCHES = ("keep_weights", "reduce_each")
 
 

@@ -10,8 +10,6 @@ from headway.cli.run_sync import find_up_to_date
 from headway.cli.text import print_json
 from headway.track import export_tensorboard, read_metric, runs_root
 
-__all__ = ["metrics"]
-
 
 def metrics(
     run: Run,

@@ -26,8 +26,6 @@ from headway.state.huggingface import LazyWeight, saved_weights, stored_weights
 from headway.state.weight_diff import weight_differences
 from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Show a model's parts and costs, or compare two.", no_args_is_help=True)
 
 ASSUMED_VOCABULARY = 4096

@@ -15,8 +15,6 @@ from headway.recipe.rope import RotaryModel
 from headway.state.checkpoint_diff import TensorDifference
 from headway.state.weight_diff import tensor_mismatches
 
-__all__ = ["NamedModel", "diff_document", "diff_lines", "document_of", "next_line", "show_lines"]
-
 WIDTH = 80
 SHOWN = 12
 KINDS = {"folder": "a Hugging Face folder", "recipe": "a recipe", "run": "a run", "checkpoint": "a checkpoint"}

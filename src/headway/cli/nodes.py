@@ -8,8 +8,6 @@ from headway.cluster.engines import Machine
 from headway.cluster.engines.settings import open_engine
 from headway.track import runs_root
 
-__all__ = ["nodes"]
-
 WIDTH = 80
 GIB = 2**30
 

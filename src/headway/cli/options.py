@@ -6,11 +6,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = [
-    "Detach", "EngineName", "Json", "NoSharedFolder", "Run", "RunOrSweep", "Runs", "Settings", "Workers",
-    "complete_run",
-]  # fmt: skip
-
 
 def complete_run(ctx: typer.Context) -> list[str]:
     """Return the names of runs for shell completion; it must be quick, so nothing of a run is read."""

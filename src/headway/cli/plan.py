@@ -47,8 +47,6 @@ from headway.plan.task import SearchSpace
 from headway.recipe import Model, Recipe, load_recipe
 from headway.track import runs_root
 
-__all__ = ["plan"]
-
 POOR = 0.25
 """Mean error above which a calibration is reported as poor."""
 FIDELITIES = ("limit", "default", "measured")

@@ -14,8 +14,6 @@ from headway.plan.settings import Settings
 from headway.plan.task import RUNNABLE
 from headway.recipe import Recipe
 
-__all__ = ["WIDTH", "cells_of", "cut", "explain_lines", "next_lines", "plan_lines", "run_of", "sweep_lines", "wrapped"]
-
 WIDTH = 80
 BAR = 38
 GIB = 2**30

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["status_line", "terminal_bars"]
-
 
 def terminal_bars(*columns: str) -> "Progress":
     """Return bars that vanish at the end; a column is a text format, or the kind of one of rich's: Bar, Download."""

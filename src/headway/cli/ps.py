@@ -7,8 +7,6 @@ from headway.cli.options import Json
 from headway.cli.text import duration, print_json
 from headway.track import RunSummary, summarize
 
-__all__ = ["ps"]
-
 
 def ps(json: Json = False) -> None:
     """List active runs on this machine, wherever their folders are, with their processes."""

@@ -10,8 +10,6 @@ from headway.cli.text import print_json
 from headway.recipe import load_recipe, to_toml
 from headway.recipe.documentation import recipe_schema
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Show a resolved recipe or the recipe schema.", no_args_is_help=True)
 
 

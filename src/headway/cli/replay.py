@@ -10,8 +10,6 @@ from headway.cli.text import print_json
 from headway.cluster.scheduler.decision_log import policies_in, record_of
 from headway.cluster.scheduler.decision_log import replay as replay_record
 
-__all__ = ["replay"]
-
 
 def replay(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder written by headway simulate --record.")],

@@ -27,8 +27,6 @@ from headway.track import (
     summarize,
 )
 
-__all__ = ["report"]
-
 
 def report(run: Run, runs: Runs = None, json: Json = False) -> None:
     """Show where every device-second of a run went.

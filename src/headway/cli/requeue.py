@@ -11,8 +11,6 @@ from headway.cluster.submit import runs as submit
 from headway.cluster.submit.sweeps import requeue_sweep
 from headway.track import find_run, runs_root
 
-__all__ = ["requeue"]
-
 
 def requeue(
     run: RunOrSweep,

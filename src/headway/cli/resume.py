@@ -10,8 +10,6 @@ from headway.cli.mesh import parse_layout
 from headway.cli.options import Detach, Json, Runs, Settings, complete_run
 from headway.cli.run_lookup import folder_of
 
-__all__ = ["resume"]
-
 
 def resume(
     run: Annotated[

@@ -11,8 +11,6 @@ from headway.errors import RunError, StateError
 from headway.state.address import is_in_store, store_url
 from headway.track import RunFolder, find_run, read_recipe, runs_root
 
-__all__ = ["folder_of", "own_folder_of", "own_root"]
-
 
 def folder_of(run: str, runs: Path | None, *, alone: bool = False) -> tuple[RunFolder, bool]:
     """Return the folder of a run, and whether it came from the run's store, which is then to be kept up to date.

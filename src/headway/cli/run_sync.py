@@ -9,8 +9,6 @@ from headway.cluster.engines.submissions import last_submission
 from headway.errors import HeadwayError, RunError
 from headway.track import RunFolder, find_run, read_recipe, summarize
 
-__all__ = ["RunSync", "find_up_to_date", "is_elsewhere"]
-
 _SYNC_EVERY_S, _STORE_TIMEOUT_S = 10.0, 10.0
 
 

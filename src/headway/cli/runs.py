@@ -9,8 +9,6 @@ from headway.cli.run_sync import is_elsewhere
 from headway.cli.text import duration, print_json
 from headway.track import RunFolder, RunSummary, list_runs, runs_root, summarize
 
-__all__ = ["runs"]
-
 
 def runs(runs: Runs = None, json: Json = False) -> None:
     """List runs, most recently active first."""

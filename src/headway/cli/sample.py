@@ -17,8 +17,6 @@ from headway.errors import HeadwayError, UsageError, WorkerError
 from headway.state import find_checkpoint, list_checkpoints
 from headway.track import find_run, parse_ref, runs_root
 
-__all__ = ["sample"]
-
 RunAtStep = Annotated[
     str,
     typer.Argument(

@@ -32,8 +32,6 @@ from headway.cluster.simulate import (
 from headway.errors import UsageError
 from headway.hardware import load_cluster, parse_on
 
-__all__ = ["simulate"]
-
 USUAL_LOAD = 0.8
 
 

@@ -32,8 +32,6 @@ from headway.track import (
     runs_root,
 )
 
-__all__ = ["stacks"]
-
 WIDTH = 80
 WAIT_S = 2.0
 """Longer than the agent waits: a busy worker answers once its step allows."""

@@ -12,8 +12,6 @@ from headway.cli.text import print_json
 from headway.errors import RunError
 from headway.track import find_run, lock_holder, runs_root, summarize
 
-__all__ = ["stop"]
-
 
 def stop(
     run: Run,

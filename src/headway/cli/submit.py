@@ -12,8 +12,6 @@ from headway.hardware import parse_on
 from headway.recipe import load_recipe
 from headway.track import runs_root
 
-__all__ = ["submit"]
-
 
 def submit(
     recipe: Annotated[Path, typer.Argument(help="A recipe in TOML.")],

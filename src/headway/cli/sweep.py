@@ -26,8 +26,6 @@ from headway.errors import UsageError
 from headway.hardware import parse_on
 from headway.track import runs_root
 
-__all__ = ["sweep"]
-
 
 def sweep(
     recipe: Annotated[

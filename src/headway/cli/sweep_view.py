@@ -11,8 +11,6 @@ from headway.cli.text import duration
 from headway.cluster.submit.sweep_results import SweepResult, best, ranked_by
 from headway.cluster.submit.sweeps import Sweep
 
-__all__ = ["Counting", "SweepProgress", "document", "sweep_lines", "table"]
-
 WIDTH = 80
 EVERY_S = 10.0
 """Between lines where no terminal lets one overwrite the other."""

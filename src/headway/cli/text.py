@@ -5,8 +5,6 @@ from typing import Any
 
 from pydantic_core import to_json
 
-__all__ = ["byte_size", "count", "duration", "first_names", "plural", "print_json", "short_seconds", "shortened"]
-
 
 def print_json(value: Any) -> None:
     """Print one JSON document on standard output."""

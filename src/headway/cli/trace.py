@@ -10,8 +10,6 @@ from headway.cli.options import Json
 from headway.cli.text import print_json
 from headway.cluster.simulate import import_sacct
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Import job traces from other schedulers.", no_args_is_help=True, rich_markup_mode=None)
 
 

@@ -13,8 +13,6 @@ from headway.errors import UsageError
 from headway.recipe import load_recipe, with_settings
 from headway.track import runs_root
 
-__all__ = ["train"]
-
 
 def train(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe in TOML; optional with --from.")] = None,

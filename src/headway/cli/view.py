@@ -22,8 +22,6 @@ from headway.agent import Attempt
 from headway.cli.text import count, duration, short_seconds
 from headway.track import RunFolder, RunPlan, Tail, record_path
 
-__all__ = ["LivePanel", "LiveStatus", "PlainLines", "RecordTail", "open_view", "plan_lines", "tell"]
-
 PLAIN_EVERY_S = 5.0
 SPEED_OVER_STEPS = 20
 NOTICES = 3

@@ -13,8 +13,6 @@ from headway.cluster.scheduler.decision_log import job_times, policies_in, recor
 from headway.cluster.scheduler.wait_reasons import explain_wait as answer
 from headway.errors import UsageError
 
-__all__ = ["why"]
-
 
 def why(
     job: Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")],

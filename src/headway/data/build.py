@@ -28,8 +28,6 @@ from headway.data.tokenizer import TextTokenizer, cut_blocks, load_tokenizer, tr
 from headway.data.writer import ShardWriter, dtype_for, finish_dataset, install_folder, new_folder, write_file
 from headway.errors import DataError
 
-__all__ = ["BuildOptions", "BuildProgress", "BuildResult", "Engine", "RemoteEncoders", "build_dataset"]
-
 Engine = Literal["auto", "tokenizers", "tiktoken"]
 
 SOURCES = "sources.json"

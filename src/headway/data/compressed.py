@@ -10,8 +10,6 @@ from typing import IO, Any
 
 from headway.errors import DataError
 
-__all__ = ["COMPRESSED_SUFFIXES", "open_plain"]
-
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 
 _READ_BYTES = 1 << 14

@@ -18,8 +18,6 @@ from headway.errors import DataError
 from headway.recipe import Recipe
 from headway.recipe.data import Data
 
-__all__ = ["Corpus", "open_corpus"]
-
 
 @dataclass(frozen=True)
 class Corpus:

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Encode", "Encoders", "on_threads"]
-
 Encode = Callable[[Sequence[str]], list[npt.NDArray[np.uint32]]]
 
 

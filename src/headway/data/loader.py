@@ -12,8 +12,6 @@ from headway.data.mixture import DataMixture, mixed_order_at, shuffled_rows
 from headway.data.order import Ids, Split, count_windows, order_at
 from headway.data.shards import Dataset
 
-__all__ = ["MASKED", "Batch", "Loader", "WindowReader"]
-
 MASKED = -100
 """Label of a token that is not trained on; PyTorch's losses ignore it by default."""
 

@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 from headway.errors import DataError
 
-__all__ = ["FORMAT", "DataFile", "DatasetManifest", "read_manifest", "read_stamp", "stamp_of", "write_stamp"]
-
 FORMAT = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"

@@ -15,8 +15,6 @@ text.
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-__all__ = ["NotProven", "proven_ranks"]
-
 Pair = tuple[bytes, bytes]
 
 

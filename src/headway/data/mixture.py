@@ -27,8 +27,6 @@ import numpy.typing as npt
 from headway.data.order import Ids, Split, order_at, shuffled
 from headway.errors import DataError
 
-__all__ = ["DataMixture", "MixturePhase", "mixed_order_at", "samples_before", "shares_of", "shuffled_rows"]
-
 MAX_SLOTS = 1 << 16
 """Slots of a table: shares are multiples of 1 / 65,536 at the finest."""
 

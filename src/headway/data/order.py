@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from headway.errors import DataError
 
-__all__ = ["Split", "after_skips", "count_windows", "held_out", "order_at", "shuffled", "split_windows", "window_order"]
-
 Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 

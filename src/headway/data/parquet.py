@@ -7,8 +7,6 @@ from typing import Any
 
 from headway.errors import DataError
 
-__all__ = ["Row", "read_rows"]
-
 Row = tuple[int, dict[str, bytes | None], int]
 """(number from 1, the columns' bytes by name, approximate position in the file on disk)."""
 

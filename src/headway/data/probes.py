@@ -3,8 +3,6 @@
 import random
 from collections.abc import Iterator, Sequence
 
-__all__ = ["probes"]
-
 _TEXT = (
     "the of and Headway trains isn't I'll they've we're you'd she's it'S DON'T naïve café Ærøskøbing straße ΑΒΓ αβγ "
     "привет мир שלום مرحبا नमस्ते สวัสดี 你好世界 こんにちは カタカナ 안녕하세요 ǅ ﬁn ſ İstanbul ıI 𝔘𝔫𝔦 "

@@ -20,8 +20,6 @@ from headway.data.order import Split, count_windows, split_windows
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
 from headway.errors import DataError
 
-__all__ = ["Dataset", "Document", "Verify", "check_version", "open_dataset", "split_dataset", "verify"]
-
 Verify = Literal["changed", "full", "sizes"]
 
 

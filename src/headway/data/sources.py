@@ -18,8 +18,6 @@ from headway.data.compressed import COMPRESSED_SUFFIXES, open_plain
 from headway.data.parquet import read_rows
 from headway.errors import DataError
 
-__all__ = ["Errors", "Format", "ReadOptions", "SourceFile", "TextBlock", "find_sources", "read_blocks"]
-
 Format = Literal["auto", "text", "jsonl", "parquet"]
 Errors = Literal["strict", "replace", "skip"]
 

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from headway.data.order import after_skips
 
-__all__ = ["first_sample"]
-
 Batches = Sequence[tuple[int, int]]
 """(first step, sequences per batch); the first entry is for step 1."""
 

@@ -22,8 +22,6 @@ from headway.data.merges import NotProven, Pair, proven_ranks
 from headway.data.probes import probes
 from headway.data.tokenizer import TextTokenizer
 
-__all__ = ["CHECK_EVERY", "EncodersDiffer", "TiktokenEncoder", "fast_encoder"]
-
 Tokens = npt.NDArray[np.uint32]
 
 CHECK_EVERY = 128

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from headway.data.sources import TextBlock
 from headway.errors import DataError
 
-__all__ = ["END_OF_TEXT", "TextTokenizer", "cut_blocks", "load_tokenizer", "tokenizer_from_bytes", "train_tokenizer"]
-
 END_OF_TEXT = "<|endoftext|>"
 """The token that ends a document, in tokenizers trained here."""
 

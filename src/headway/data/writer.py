@@ -19,8 +19,6 @@ from headway.data.manifest import MANIFEST, TOKENIZER, DataFile, DatasetManifest
 from headway.errors import DataError
 from headway.track import make_durable
 
-__all__ = ["ShardWriter", "dtype_for", "finish_dataset", "install_folder", "new_folder"]
-
 
 def dtype_for(vocab_size: int) -> str:
     """Return the smaller of the two id types that fits the vocabulary."""

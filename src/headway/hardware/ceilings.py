@@ -20,23 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from headway.errors import UsageError
 from headway.hardware.chips import Chip, precision
 
-__all__ = [
-    "FORMAT",
-    "AttentionCurve",
-    "Backend",
-    "Ceilings",
-    "CollectiveCurve",
-    "CopyCurve",
-    "GemmGrid",
-    "GemmShape",
-    "HostOverhead",
-    "MemoryCurve",
-    "SustainedGemm",
-    "find_ceilings",
-    "read_ceilings",
-    "write_ceilings",
-]
-
 FORMAT = 1
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[int, Field(gt=0)]

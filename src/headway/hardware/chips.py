@@ -13,8 +13,6 @@ from types import MappingProxyType
 
 from headway.errors import UsageError
 
-__all__ = ["CHIPS", "PRECISIONS", "Chip", "Link", "find_chip", "known_chip", "precision"]
-
 G = 10**9
 T = 10**12
 GIB = 2**30

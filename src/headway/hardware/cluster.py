@@ -22,15 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from headway.errors import UsageError, what_is_wrong
 from headway.hardware.chips import GIB, Chip, G, Link, find_chip, known_chip
 
-__all__ = [
-    "GPU_HOURS_BETWEEN_FAILURES",
-    "Cluster",
-    "Level",
-    "default_cluster",
-    "load_cluster",
-    "parse_on",
-]
-
 GPU_HOURS_BETWEEN_FAILURES = 50_700.0
 """The Llama 3 Herd of Models (2024), table 5: 419 unexpected interruptions of 16,384 H100 in 54 days."""
 

@@ -11,8 +11,6 @@ from typing import Literal
 from headway.errors import RunError
 from headway.hardware.chips import Chip, known_chip
 
-__all__ = ["Devices", "devices", "this_cpu", "visible"]
-
 ASSUMED_CORES = 16
 """Cores of the CPU in the catalogue."""
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from headway.errors import EngineError, UsageError
 
-__all__ = ["LinkRates", "listen", "measure"]
-
 CHUNK = 1 << 20
 PINGS = 200
 TALK_S = 10.0

@@ -16,8 +16,6 @@ from typing import Literal
 
 import psutil
 
-__all__ = ["HostNetwork", "NetworkInterface", "RdmaDevice", "Transport", "find_network", "main_address", "transport"]
-
 VIRTUAL = re.compile(r"(docker|br-|veth|virbr|cni|flannel|cali|lxc|tun|tap|wg|kube)")
 """Interfaces of containers and tunnels, which do not reach other machines' GPUs."""
 

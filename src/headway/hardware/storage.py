@@ -18,8 +18,6 @@ from pathlib import Path
 
 from headway.errors import UsageError
 
-__all__ = ["StorageRates", "StorageUse", "file_system", "measure_storage", "uses"]
-
 BLOCK = 4 << 20
 MOST_BYTES = 8 << 30
 SHARE_OF_FREE = 0.1

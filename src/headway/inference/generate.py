@@ -10,8 +10,6 @@ from headway.models import Decoder, LayerKvCache, empty_cache
 from headway.recipe import Model
 from headway.recipe.rope import RotaryModel
 
-__all__ = ["generate_ids", "sample_token", "text_pieces"]
-
 
 def generate_ids(
     decoder: Decoder,

@@ -22,8 +22,6 @@ from headway.recipe import Recipe
 from headway.state.tensors import read_tensors
 from headway.track import RunFolder, read_recipe
 
-__all__ = ["SampleRequest", "main", "sample"]
-
 
 class SampleRequest(BaseModel):
     """Prompts, weights and sampling options."""

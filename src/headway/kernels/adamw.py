@@ -36,26 +36,6 @@ from headway.kernels.pointer_table import map_of, named_type, uploaded
 from headway.kernels.triton_compat import tl, triton
 from headway.state.box import Box
 
-__all__ = [
-    "AHEAD",
-    "AdamwPart",
-    "AdamwTable",
-    "AdamwVariant",
-    "Draw",
-    "Launch",
-    "adamw",
-    "advanced",
-    "cut_of",
-    "factors_of",
-    "mix",
-    "pointer",
-    "reference",
-    "rounded",
-    "shares_of",
-    "spread",
-    "table_of",
-]
-
 Draw = Callable[[str], bytes]
 """Returns the 16-byte key of a parameter's random bits in this step, by its name."""
 ENTRY_WORDS = tl.constexpr(12)

@@ -43,8 +43,6 @@ from headway.kernels.adamw import reference as reference_adamw
 from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.triton_compat import tl, triton
 
-__all__ = ["AHEAD", "Codebooks", "adamw_8bit", "books_of", "reference"]
-
 BLOCK = tl.constexpr(256)
 UNITS = tl.constexpr(4)
 """Blocks at a time."""

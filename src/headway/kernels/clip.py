@@ -26,18 +26,6 @@ from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.pointer_table import map_of, named_type, uploaded
 from headway.kernels.triton_compat import tl, triton
 
-__all__ = [
-    "AHEAD",
-    "NormTable",
-    "clip_factor",
-    "gradient_norm",
-    "reference",
-    "reference_scale",
-    "scale",
-    "sum_of_squares",
-    "table_of",
-]
-
 LEAST_NORM = 1e-6
 """Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
 BLOCK = 4096

@@ -19,8 +19,6 @@ from typing import Any
 import headway.kernels
 from headway.kernels.triton_compat import INSTALLED, triton
 
-__all__ = ["CompiledKernel", "LaunchSpec", "compiled", "everything"]
-
 HOPPER = 90
 """Compute capability 9.0: H100, H200."""
 

@@ -27,8 +27,6 @@ from torch.library import wrap_triton
 from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.triton_compat import tl, triton, triton_op
 
-__all__ = ["AHEAD", "geglu", "reference_geglu", "reference_swiglu", "swiglu"]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 2048
 WARPS = 4

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED", "autocast"]
-
 IGNORED = -100
 """The label that is masked from the loss."""
 

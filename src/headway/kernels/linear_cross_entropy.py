@@ -31,15 +31,6 @@ from headway.kernels.inputs import IGNORED, autocast
 from headway.kernels.logits import loss_rows_, new_logits, slopes_, statistics
 from headway.kernels.triton_compat import tl, triton
 
-__all__ = [
-    "AHEAD",
-    "chunk_rows",
-    "reference_summed_cross_entropy",
-    "reference_token_scores",
-    "summed_cross_entropy",
-    "token_scores",
-]
-
 LOGITS_BYTES = 2**30
 """Bytes of one chunk's logits: 4096 tokens of a vocabulary of 128k in bfloat16."""
 

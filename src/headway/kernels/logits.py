@@ -17,8 +17,6 @@ from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.inputs import IGNORED
 from headway.kernels.triton_compat import tl, triton
 
-__all__ = ["AHEAD", "loss_rows_", "new_logits", "slopes_", "statistics"]
-
 ROW_TILE = 64
 """A row of logits is padded to a multiple of this, so that every row is aligned for 16-byte loads."""
 

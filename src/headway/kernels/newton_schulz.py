@@ -20,8 +20,6 @@ from torch.library import wrap_triton
 from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.triton_compat import runs_on, tl, triton, triton_op
 
-__all__ = ["AHEAD", "polynomial", "reference_polynomial", "reference_symmetric", "step", "symmetric", "worth"]
-
 TILE = 128
 DEEP = 64
 GROUP = 8

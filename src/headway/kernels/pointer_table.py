@@ -9,8 +9,6 @@ from torch import Tensor
 
 from headway.kernels.triton_compat import tl
 
-__all__ = ["map_of", "named_type", "uploaded"]
-
 
 def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
     """Copy numbers to a device asynchronously."""

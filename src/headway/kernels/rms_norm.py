@@ -28,8 +28,6 @@ from torch.library import wrap_triton
 from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.triton_compat import tl, triton, triton_op
 
-__all__ = ["AHEAD", "MAX_WIDTH", "add_rms_norm", "reference", "reference_add", "rms_norm"]
-
 MAX_WIDTH = 16384
 """A row must fit in the registers of one program."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

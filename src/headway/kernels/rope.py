@@ -25,8 +25,6 @@ from torch.library import wrap_triton
 from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.triton_compat import tl, triton, triton_op
 
-__all__ = ["AHEAD", "reference", "reference_one", "rope", "rope_one"]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -10,8 +10,6 @@ import torch
 
 from headway.kernels.dispatch import make_plain, rows
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Read a request from stdin, and write the rows to stdout."""

@@ -21,8 +21,6 @@ from headway.hardware.ceilings import CollectiveCurve
 from headway.measure.operations import to_microseconds
 from headway.measure.timer import DeviceTimer
 
-__all__ = ["collectives"]
-
 TIMEOUT_S = 120.0
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 

@@ -24,8 +24,6 @@ from headway.measure.collectives import collectives
 from headway.measure.operations import Case, Mode, OperandPool
 from headway.measure.timer import DeviceTimer
 
-__all__ = ["BenchmarkGrid", "measure"]
-
 Progress = Callable[[str, float], None]
 
 MIB = 2**20

@@ -21,19 +21,6 @@ from headway.models import empty_decoder
 from headway.models.rotary import rotary_table, rotate
 from headway.recipe import Model
 
-__all__ = [
-    "OperandPool",
-    "attention",
-    "copies",
-    "gemm",
-    "gemm_shapes",
-    "gemm_work",
-    "host",
-    "layer_shapes",
-    "memory",
-    "smallest_operation",
-]
-
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,

@@ -7,8 +7,6 @@ from statistics import median
 
 import torch
 
-__all__ = ["DeviceTimer"]
-
 Work = Callable[[int], object]
 """Runs the work once on one of several sets of inputs."""
 

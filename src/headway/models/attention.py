@@ -25,8 +25,6 @@ from headway.recipe.model import Model
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["BlockContext", "LayerKvCache", "attend", "choose", "see", "windows_of"]
-
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,

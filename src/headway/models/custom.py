@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from headway.errors import ModelError
 from headway.recipe import Model
 
-__all__ = ["build_own", "load_class"]
-
 NO_VALUES = "its constructor must not read values of tensors (.item(), .numpy(), if), nor name a device"
 IN_THIS_FOLDER = "PYTHONPATH=. headway train ... finds modules in this folder; others must be installed"
 

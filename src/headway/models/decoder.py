@@ -17,8 +17,6 @@ from headway.models.rotary import rotary_table
 from headway.recipe import Model
 from headway.recipe.rope import RotaryModel
 
-__all__ = ["ContextBuilder", "Decoder", "empty_cache", "init_weights", "initial_weight"]
-
 
 class ContextBuilder(nn.Module):
     """Builds the context of a batch for blocks; a module, so that sequence parallelism can pass the full length.

@@ -17,8 +17,6 @@ from headway.models.layers import GatedFeedForward, Linear, RMSNorm
 from headway.models.rotary import rotate, rotate_pairs, yarn_mscale
 from headway.recipe.families.deepseek import DeepSeekV3
 
-__all__ = ["Block", "DeepSeekDecoder", "LatentAttention", "Mixture", "choose_experts"]
-
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latent vectors, independent of norm_eps."""
 

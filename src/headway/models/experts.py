@@ -18,20 +18,6 @@ from headway.kernels import dispatch as table
 from headway.models.layers import Linear, gated, silu
 from headway.models.loss import autocast
 
-__all__ = [
-    "BiasBalance",
-    "Experts",
-    "LoadBalanceLoss",
-    "MoeFeedForward",
-    "Route",
-    "set_loss_scale",
-    "softmax_top_k",
-    "swiglu",
-    "top_k_softmax",
-    "uneven",
-    "update_balance",
-]
-
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From logits [T, E] to the weights [T, X] and indices [T, X] of each token's experts."""
 

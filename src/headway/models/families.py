@@ -14,8 +14,6 @@ from headway.models.olmo2 import OLMo2Decoder
 from headway.models.qwen3_moe import Qwen3MoeDecoder
 from headway.recipe import Model
 
-__all__ = ["DECODERS", "empty_decoder"]
-
 DECODERS: dict[str, type[Decoder]] = {
     "gpt2": GPT2Decoder,
     "gpt_neox": NeoXDecoder,

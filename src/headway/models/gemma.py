@@ -16,8 +16,6 @@ from headway.models.layers import GatedFeedForward, Linear, gelu
 from headway.models.rotary import rotary_table, rotate
 from headway.recipe.families.gemma import Gemma2, Gemma3, GemmaLike, GemmaWindowed
 
-__all__ = ["Attention", "Block", "Gemma2Decoder", "Gemma3Decoder", "GemmaDecoder", "Norm", "WindowedBlock"]
-
 
 class Norm(nn.Module):
     """RMSNorm that multiplies by 1 + w."""

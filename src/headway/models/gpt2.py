@@ -9,8 +9,6 @@ from headway.models.decoder import Decoder, Embedding
 from headway.models.layers import FeedForward, LayerNorm, Linear
 from headway.recipe.families.gpt2 import GPT2
 
-__all__ = ["Attention", "Block", "GPT2Decoder", "PositionedEmbedding", "Positions"]
-
 
 class Positions(nn.Embedding):
     """Position embedding without initialization at construction."""

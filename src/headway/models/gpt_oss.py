@@ -13,8 +13,6 @@ from headway.models.mixtral import Block
 from headway.models.rotary import rotate
 from headway.recipe.families.gpt_oss import GptOss
 
-__all__ = ["Attention", "GptOssDecoder", "clamped_swiglu"]
-
 
 class Attention(nn.Module):
     """Causal attention with a learned sink per head."""

@@ -20,8 +20,6 @@ from headway.recipe.huggingface import read_model
 from headway.state import huggingface as folders
 from headway.state.huggingface import LazyWeight, TokenizerFile
 
-__all__ = ["load_into", "read_weights", "stored_weights", "write_folder"]
-
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return all weights of a Hugging Face folder by Headway's names, checked against its config.json."""

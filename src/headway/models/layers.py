@@ -19,8 +19,6 @@ from headway.kernels.dispatch import uses_triton
 from headway.kernels.gated import geglu, swiglu
 from headway.kernels.rms_norm import rms_norm
 
-__all__ = ["FeedForward", "GatedFeedForward", "LayerNorm", "Linear", "RMSNorm", "gated", "gelu", "silu"]
-
 silu = nn.functional.silu
 gelu = partial(nn.functional.gelu, approximate="tanh")
 FUSED: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {silu: swiglu, gelu: geglu}

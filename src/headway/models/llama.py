@@ -9,8 +9,6 @@ from headway.models.rotary import rotate
 from headway.recipe.families.llama import LlamaLike
 from headway.recipe.families.smollm3 import SmolLM3
 
-__all__ = ["Attention", "Block", "LlamaDecoder"]
-
 
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions."""

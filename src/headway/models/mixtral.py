@@ -11,8 +11,6 @@ from headway.models.layers import Linear, RMSNorm
 from headway.models.llama import Attention
 from headway.recipe.families.mixtral import Mixtral, MixtureLike
 
-__all__ = ["Block", "MixtralDecoder", "softmax_mixture"]
-
 
 class Block(nn.Module):
     """A pre-norm block of attention and experts."""

@@ -8,8 +8,6 @@ from headway.models.layers import FeedForward, LayerNorm, Linear
 from headway.models.rotary import rotate
 from headway.recipe.families.neox import NeoX
 
-__all__ = ["Attention", "Block", "NeoXDecoder"]
-
 
 class Attention(nn.Module):
     """Causal attention with partial rotary positions."""

@@ -8,8 +8,6 @@ from headway.models.layers import GatedFeedForward, Linear, RMSNorm
 from headway.models.rotary import rotate
 from headway.recipe.families.olmo2 import OLMo2
 
-__all__ = ["Attention", "Block", "OLMo2Decoder"]
-
 
 class Attention(nn.Module):
     """Causal attention with rotary positions and QK norms over all heads."""

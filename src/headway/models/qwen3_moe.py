@@ -8,8 +8,6 @@ from headway.models.llama import Attention
 from headway.models.mixtral import Block, softmax_mixture
 from headway.recipe.families.qwen3_moe import Qwen3Moe
 
-__all__ = ["Qwen3MoeDecoder"]
-
 
 class Qwen3MoeDecoder(Decoder):
     """A decoder of the Qwen3-MoE family."""

@@ -9,8 +9,6 @@ from headway.kernels.dispatch import uses_triton
 from headway.kernels.rope import rope_one
 from headway.recipe.rope import RopeScaling
 
-__all__ = ["frequencies", "rotary_table", "rotate", "rotate_pairs", "scaled"]
-
 
 def rotary_table(
     first: int, length: int, dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None

@@ -32,8 +32,6 @@ from headway.parallel.vocab_parallel import LogitOptions, cross_entropy_of_logit
 from headway.parallel.world import Axis, World
 from headway.recipe import ModelLayout, Parallel, Recipe
 
-__all__ = ["ParallelModel", "parallelize_model"]
-
 
 @dataclass(frozen=True)
 class ParallelModel:

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["copied", "gathered", "scattered", "summed"]
-
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return all shares of a tensor, by rank."""

@@ -13,8 +13,6 @@ from headway.kernels.dispatch import uses_triton
 from headway.parallel.local_part import to_local
 from headway.parallel.world import World
 
-__all__ = ["Missing", "finish_gradients", "total_norm"]
-
 Missing = tuple[tuple[frozenset[str], dist.ProcessGroup], ...]
 """Parameters with partial gradients, and the groups to reduce them over."""
 

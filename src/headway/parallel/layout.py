@@ -13,18 +13,6 @@ from headway.models import Decoder
 from headway.plan.stages import stages_by_cost
 from headway.recipe import ModelLayout, Parallel, Recipe
 
-__all__ = [
-    "Cut",
-    "TensorCuts",
-    "blocks_of",
-    "check_layout",
-    "check_pipeline",
-    "cuts_of",
-    "layout_of",
-    "named",
-    "stages_of",
-]
-
 Cut = Literal["columns", "rows", "vocabulary", "share", "keys"]
 """How the tensor axis splits a module; `keys` is a projection to fewer heads than workers, which is replicated."""
 

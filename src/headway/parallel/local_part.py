@@ -3,8 +3,6 @@
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["to_local"]
-
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return the local part of a DTensor; any other tensor unchanged."""

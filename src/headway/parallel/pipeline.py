@@ -27,8 +27,6 @@ from headway.parallel.layout import blocks_of, named
 from headway.parallel.world import Axis, World
 from headway.recipe import ModelLayout, Parallel
 
-__all__ = ["LocalStage", "PassThrough", "PipelineRunner", "StageSplit", "has_ties", "split", "tie_group"]
-
 
 @dataclass(frozen=True)
 class LocalStage:

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-__all__ = ["recompute"]
-
 aten = torch.ops.aten
 KEPT = {
     aten.mm.default,

@@ -10,8 +10,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from headway.parallel.world import World
 
-__all__ = ["forget_copies", "hold_gradients", "release_weights", "shard"]
-
 
 def shard(model: nn.Module, blocks: Sequence[nn.Module], world: World, dtype: str, keep_weights: bool) -> None:
     """Shard a model over the data axes, by blocks; everything outside of blocks is one more unit."""

@@ -20,8 +20,6 @@ from headway.parallel.local_part import to_local
 from headway.parallel.pipeline import PassThrough
 from headway.parallel.world import Axis
 
-__all__ = ["SEQUENCE", "cut_tensors", "share_of"]
-
 SEQUENCE = 1
 """The token dim of a stream [B, L, D]."""
 

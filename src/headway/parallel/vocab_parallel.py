@@ -17,8 +17,6 @@ from headway.parallel.local_part import to_local
 from headway.parallel.tensor import SEQUENCE, share_of
 from headway.parallel.world import Axis
 
-__all__ = ["LogitOptions", "cross_entropy_of_logits", "shared_loss"]
-
 
 @dataclass(frozen=True)
 class LogitOptions:

@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headway.recipe import Assignment
 
-__all__ = ["Axis", "World", "join", "leave", "make_mesh"]
-
 
 @dataclass(frozen=True)
 class Axis:

@@ -11,8 +11,6 @@ from headway.plan.pipeline import in_flight
 from headway.plan.settings import AXES, Mesh, Schedule, Settings
 from headway.plan.task import SearchSpace, TrainingTask
 
-__all__ = ["LONG", "candidates", "held_microbatches", "settings_of"]
-
 LONG = 16 * 1024
 """Sequence length from which context parallelism is worth trying."""
 LEAST_SHARE = 2048

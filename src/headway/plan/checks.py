@@ -13,8 +13,6 @@ from headway.plan.architecture import Architecture
 from headway.plan.pipeline import check_schedule
 from headway.plan.settings import Mesh, Settings
 
-__all__ = ["check", "divisors", "valid"]
-
 Conflict = tuple[str, str | None]
 
 

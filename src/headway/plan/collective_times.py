@@ -5,9 +5,6 @@ from dataclasses import dataclass
 
 from headway.hardware import Cluster, Level
 
-__all__ = ["DeviceGroup", "NetworkModel", "collective_seconds"]
-
-
 IN_SWITCH = 1.3
 """Time of an in-switch all-reduce over one pass of its bytes: 480 GB/s of bus bandwidth measured on eight H200."""
 

@@ -16,8 +16,6 @@ from headway.plan.step import layer_pieces
 from headway.plan.traffic import STATISTICS_BYTES
 from headway.plan.trainer_communication import NEVER_HIDDEN, rest_bytes, step_transfers
 
-__all__ = ["CommCost", "communication_costs"]
-
 
 @dataclass(frozen=True)
 class CommCost:

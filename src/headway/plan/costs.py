@@ -15,8 +15,6 @@ from headway.plan.collective_times import NetworkModel
 from headway.plan.efficiencies import IDEAL, Efficiencies, fitted_parameters
 from headway.plan.rates import LimitRates, MeasuredRates, ModelRates, Rates, generation
 
-__all__ = ["CostModel", "Fidelity", "make_cost_model"]
-
 Fidelity = Literal["limit", "default", "measured", "calibrated"]
 
 

@@ -10,8 +10,6 @@ from functools import cache
 from importlib import resources
 from types import MappingProxyType
 
-__all__ = ["IDEAL", "SPREAD", "Efficiencies", "fitted_parameters"]
-
 
 @dataclass(frozen=True)
 class Efficiencies:

@@ -10,8 +10,6 @@ from headway.plan.memory import PeakMemory, memory
 from headway.plan.settings import Settings
 from headway.plan.step import Step, cut_stages, step
 
-__all__ = ["Estimate", "estimate"]
-
 
 @dataclass(frozen=True)
 class Estimate:

@@ -35,8 +35,6 @@ from headway.plan.settings import Settings
 from headway.plan.stages import blocks_of_ranks, recomputed_share, stage_counts
 from headway.plan.trainer_communication import end_comm_seconds
 
-__all__ = ["Cell", "ExplainTable", "explain", "parameter_meanings", "roofline_points", "step_terms"]
-
 Cell = str | float | None
 GIB = 2**30
 PASSES = {"forward": "forward", "input_grad": "d input", "weight_grad": "d weight"}

@@ -8,8 +8,6 @@ from headway.plan.candidates import candidates, held_microbatches
 from headway.plan.memory import PeakMemory, memory
 from headway.plan.task import SearchSpace, TrainingTask
 
-__all__ = ["smallest_change"]
-
 GIB = 2**30
 MOST_PROBES = 64
 

@@ -8,17 +8,6 @@ from functools import lru_cache
 
 from headway.plan.architecture import Architecture, layer_kinds, layer_matrices
 
-__all__ = [
-    "active_parameters",
-    "attended_share",
-    "flops_per_token",
-    "flops_per_token_full_attention",
-    "layer_parameters",
-    "matmul_parameters",
-    "parameters",
-    "routed_parameters",
-]
-
 
 def parameters(arch: Architecture) -> int:
     """Number of parameters; a tied head counts once."""

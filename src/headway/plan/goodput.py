@@ -18,16 +18,6 @@ from types import MappingProxyType
 
 from headway.errors import UsageError
 
-__all__ = [
-    "LOCAL_DISK_BYTES_S",
-    "Goodput",
-    "daly_interval",
-    "goodput",
-    "save_interval",
-    "save_seconds",
-    "stall_seconds",
-]
-
 LOCAL_DISK_BYTES_S = 1.25e9
 """Write rate of an H200 host's local disk; measured."""
 

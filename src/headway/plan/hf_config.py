@@ -13,8 +13,6 @@ from headway.plan.architecture import Architecture, ExpertShape, LatentAttention
 from headway.recipe.families import MODEL_TYPES
 from headway.recipe.huggingface import model_from_config
 
-__all__ = ["read_architecture"]
-
 NON_ATTENTION = ("mamba", "ssm", "linear_num_value_heads", "layers_block_type", "hybrid_override_pattern")
 """Parts of keys that only models with non-attention layers have."""
 

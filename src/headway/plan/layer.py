@@ -11,8 +11,6 @@ from headway.plan.rates import Rates, generation_name, power_share
 from headway.plan.settings import LOW, MicrobatchShape, Settings, Software
 from headway.plan.stages import recomputed_share
 
-__all__ = ["HIDDEN_TENSOR", "LayerTime", "Speed", "Work", "layer", "layer_mix", "phases", "ring_hop", "speed"]
-
 HIDDEN_TENSOR = 0.6
 """Share of collectives that an overlapped tensor axis hides: async tensor parallelism and user buffers split them."""
 NEVER_HIDDEN = 0.1

@@ -15,18 +15,6 @@ from headway.plan.rank_share import block_parameters, is_exact, rest_parameters,
 from headway.plan.settings import LOW, MicrobatchShape, Settings
 from headway.plan.stages import blocks_of_ranks
 
-__all__ = [
-    "PeakMemory",
-    "activation_bytes",
-    "holds_full_gradients",
-    "local_parameters",
-    "mean_activation_bytes",
-    "memory",
-    "non_layer_parameters",
-    "optimizer_bytes_each",
-    "sharded_parameters",
-]
-
 CONTEXT_BYTES = 0.5 * 2**30
 """CUDA context with kernels loaded; reports range from 0.3 to 0.7 GiB."""
 COMMUNICATOR_BYTES = 0.35 * 2**30

@@ -9,19 +9,6 @@ from headway.plan.optimizer import optimizer_state_bytes
 from headway.recipe import Model, Train
 from headway.recipe.patterns import first_match
 
-__all__ = [
-    "PARTS",
-    "KvCacheBytes",
-    "ModelSummary",
-    "TrainingBytes",
-    "cache_of",
-    "describe",
-    "part_of",
-    "parts_of",
-    "training_of",
-    "windows_of",
-]
-
 PARTS = ("embedding", "attention", "feed-forward", "experts", "shared experts", "router", "norms", "head")
 """In display order."""
 PRECISIONS = {"float32": 4, "bfloat16": 2, "8 bit": 1}

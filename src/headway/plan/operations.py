@@ -13,8 +13,6 @@ from headway.plan.architecture import Architecture, Matrix, layer_matrices
 from headway.plan.flops import attended_share
 from headway.plan.settings import LOW, MicrobatchShape, Software
 
-__all__ = ["Operation", "Part", "head_operations", "layer_operations", "optimizer_bytes"]
-
 Phase = Literal["forward", "input_grad", "weight_grad"]
 Kind = Literal["gemm", "attention", "memory"]
 

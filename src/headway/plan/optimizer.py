@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from headway.recipe import Model, Train
 from headway.recipe.patterns import first_match
 
-__all__ = ["OptimizerFootprint", "optimizer_footprint", "optimizer_state_bytes", "update_flops"]
-
 BLOCKS = "layers."
 EIGHTBIT_BLOCK = 256
 LEAST_EIGHTBIT = 4096

@@ -25,8 +25,6 @@ from math import inf
 
 from headway.errors import UsageError
 
-__all__ = ["SCHEDULES", "StageTime", "Timeline", "check_schedule", "in_flight", "simulate"]
-
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 # Relative tolerance for two states that agree up to a shift. Rounding adds about 1e-16 per round; skipping m

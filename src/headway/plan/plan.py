@@ -17,8 +17,6 @@ from headway.plan.task import SearchSpace, TrainingTask
 from headway.plan.trainer import stated_mesh, trainer_precision, trainer_software
 from headway.recipe import Recipe
 
-__all__ = ["Plan", "RunForecast", "cap_memory", "make_task", "narrow_space", "plan"]
-
 MOST_SEQUENCES = 10**8
 """Largest plausible batch, and sequence length."""
 RESTART_S = 120.0

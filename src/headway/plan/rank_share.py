@@ -9,8 +9,6 @@ from headway.plan.architecture import Architecture
 from headway.plan.settings import Settings
 from headway.plan.stages import blocks_of_ranks
 
-__all__ = ["block_parameters", "is_exact", "rest_parameters", "summed_parameters", "table_parameters", "worker_blocks"]
-
 
 def is_exact(arch: Architecture, settings: Settings) -> bool:
     """Whether shares are exact: Headway's trainer, and a model without experts or latent attention."""

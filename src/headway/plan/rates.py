@@ -15,18 +15,6 @@ from headway.hardware import Ceilings, Chip
 from headway.plan.operations import Operation
 from headway.plan.settings import Software
 
-__all__ = [
-    "GENERATIONS",
-    "ChipGeneration",
-    "LimitRates",
-    "MeasuredRates",
-    "ModelRates",
-    "Rates",
-    "generation",
-    "generation_name",
-    "power_share",
-]
-
 
 @dataclass(frozen=True)
 class ChipGeneration:

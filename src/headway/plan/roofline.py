@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-__all__ = ["PlacedPoint", "RooflinePoint", "draw_roofline", "place", "text_roofline"]
-
 T = 1e12
 HEADS = ("FLOP/byte", "TFLOP/s", "of roof", "of time", "bound by")
 MOST = 12  # points shown: more letters are hard to tell apart

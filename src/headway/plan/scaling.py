@@ -7,8 +7,6 @@ from headway.errors import UsageError
 from headway.hardware import Cluster, default_cluster
 from headway.plan.plan import Plan
 
-__all__ = ["ScalingPoint", "efficiency", "parse_sweep", "resize_cluster", "sweep"]
-
 FORM = "nodes=8..512 doubles from 8 to 512; nodes=8,12,16 lists them"
 MOST_NODES = 2**20
 

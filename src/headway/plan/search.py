@@ -24,8 +24,6 @@ from headway.plan.stages import blocks_of_ranks, stage_counts
 from headway.plan.step import cut_stages, end_times
 from headway.plan.task import RUNNABLE, SearchSpace, TrainingTask
 
-__all__ = ["Rank", "RankedPlan", "SearchResult", "lower_bound", "search"]
-
 Rank = Literal["time", "cost"]
 RECOMPUTED = ("none", "attention", "selective", "full")
 """Recomputation policies, least first."""

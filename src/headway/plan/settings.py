@@ -7,8 +7,6 @@ from typing import Literal
 from headway.errors import UsageError
 from headway.plan.optimizer import OptimizerFootprint
 
-__all__ = ["AXES", "LOW", "Mesh", "MicrobatchShape", "Recompute", "Schedule", "Settings", "Software", "parse_mesh"]
-
 LOW = ("fp8", "mxfp8", "nvfp4")
 """Precisions below bfloat16, used for the GEMMs of linear layers only."""
 Recompute = Literal["none", "attention", "selective", "full"]

@@ -5,8 +5,6 @@ from math import floor
 
 from headway.plan.settings import Settings
 
-__all__ = ["blocks_of_ranks", "layers_of_stages", "recomputed_share", "stage_counts", "stages_by_cost"]
-
 SLACK = 1e-9
 """Tolerance for rounding, in blocks."""
 

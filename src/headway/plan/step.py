@@ -22,8 +22,6 @@ from headway.plan.settings import LOW, Settings
 from headway.plan.stages import stage_counts, stages_by_cost
 from headway.plan.trainer_communication import NEVER_HIDDEN, end_comm_seconds, end_weight_seconds, step_transfers
 
-__all__ = ["ACCOUNTS", "Step", "cut_stages", "end_times", "layer_pieces", "step"]
-
 ACCOUNTS = (
     "useful",
     "kernels below peak",

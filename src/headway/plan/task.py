@@ -7,8 +7,6 @@ from headway.hardware import precision
 from headway.plan.architecture import Architecture
 from headway.plan.settings import AXES, Mesh, Recompute, Schedule, Settings, Software
 
-__all__ = ["RUNNABLE", "SearchSpace", "TrainerLimits", "TrainingTask", "schedule_conflict"]
-
 
 @dataclass(frozen=True)
 class TrainingTask:

@@ -18,8 +18,6 @@ from headway.plan.rank_share import (
 )
 from headway.plan.settings import Settings
 
-__all__ = ["STATISTICS_BYTES", "Kind", "summed_bytes", "tied_bytes", "traffic"]
-
 Kind = tuple[str, str]
 """A collective (all_gather, reduce_scatter, all_reduce, send) and its mesh axis."""
 STATISTICS_BYTES = 12

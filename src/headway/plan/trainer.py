@@ -20,15 +20,6 @@ from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.task import schedule_conflict
 from headway.recipe import Parallel, Recipe
 
-__all__ = [
-    "default_microbatch",
-    "headway_software",
-    "other_axes",
-    "stated_mesh",
-    "trainer_precision",
-    "trainer_software",
-]
-
 LOOP_S = 0.012
 """Host seconds per step beside the layers, measured on an H200 host."""
 ROTARY_PASSES = {False: 24.0, True: 2.0}

@@ -12,16 +12,6 @@ from headway.plan.rank_share import block_parameters, is_exact, rest_parameters,
 from headway.plan.settings import Settings
 from headway.plan.traffic import STATISTICS_BYTES, summed_bytes, tied_bytes
 
-__all__ = [
-    "NEVER_HIDDEN",
-    "StepTransfer",
-    "busiest_rank",
-    "end_comm_seconds",
-    "end_weight_seconds",
-    "rest_bytes",
-    "step_transfers",
-]
-
 NEVER_HIDDEN = 0.1
 """Share of the per-step gradient reduction that cannot be hidden: its last piece."""
 F32 = 4

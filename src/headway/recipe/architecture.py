@@ -5,8 +5,6 @@ Every family provides it (`Model.architecture`), as does each row of the table o
 
 from dataclasses import dataclass
 
-__all__ = ["Architecture", "ExpertShape", "LatentAttention"]
-
 
 @dataclass(frozen=True)
 class ExpertShape:

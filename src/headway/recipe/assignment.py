@@ -6,8 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 from headway.recipe.faults import FaultPlan
 
-__all__ = ["Assignment", "ParityTrial", "SpikeReference", "SuspectElement"]
-
 
 class ParityTrial(BaseModel):
     """A few steps whose numbers are all written out, for comparison with another mesh."""

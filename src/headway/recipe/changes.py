@@ -8,8 +8,6 @@ from headway.recipe.load import leaves
 from headway.recipe.model import ModelLayout
 from headway.recipe.schema import Checkpoint, Health, Parallel, Recipe, Store
 
-__all__ = ["CHANGEABLE", "changed_keys", "check_resumable"]
-
 CHANGEABLE = {
     "train.steps": "train longer or stop earlier (a cosine's remaining steps follow the new length)",
     "train.microbatch": "same gradients up to rounding",

@@ -20,8 +20,6 @@ from pydantic_core import PydanticCustomError
 
 from headway.recipe.section import NotNegative, Positive, Section
 
-__all__ = ["Data", "MixturePart"]
-
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 

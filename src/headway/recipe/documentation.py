@@ -13,8 +13,6 @@ from pydantic import BaseModel
 
 from headway.recipe.schema import Recipe
 
-__all__ = ["meanings", "recipe_schema"]
-
 
 @lru_cache
 def meanings(section: type[BaseModel]) -> dict[str, str]:

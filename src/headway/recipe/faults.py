@@ -16,19 +16,6 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = [
-    "AGENT",
-    "KEEPER",
-    "POINTS",
-    "Fault",
-    "FaultPlan",
-    "FiredFault",
-    "Mutation",
-    "execute_fault",
-    "mark_fired",
-    "read_fired_faults",
-]
-
 AGENT, KEEPER = -1, -2
 """Pseudo-ranks of the agent and its launcher. Faults of the launcher are executed by the agent."""
 

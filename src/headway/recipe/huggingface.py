@@ -13,8 +13,6 @@ from headway.errors import ModelError
 from headway.recipe.families import MODEL_TYPES
 from headway.recipe.model import Config, Model
 
-__all__ = ["model_from_config", "read_config", "read_model"]
-
 HOUSEKEEPING = {
     "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "model_type", "pad_token_id", "torch_dtype",
     "transformers_version", "use_cache", "attention_dropout", "max_position_embeddings", "_name_or_path",

@@ -18,8 +18,6 @@ from headway.errors import RecipeError, what_is_wrong
 from headway.recipe.families import FAMILIES, MODEL_TYPES, families_with
 from headway.recipe.schema import Recipe
 
-__all__ = ["leaves", "load_recipe", "nearest_keys", "parse_recipe", "to_toml", "with_settings"]
-
 LIST_ALL = "headway recipe schema lists all"
 _BOUNDS = {
     "minimum": "at least",

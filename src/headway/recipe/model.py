@@ -24,8 +24,6 @@ from pydantic_core import PydanticCustomError
 from headway.recipe.architecture import Architecture
 from headway.recipe.section import DERIVED, Positive, Section
 
-__all__ = ["Config", "CustomModel", "HfTensor", "Model", "ModelLayout", "Shapes", "linear"]
-
 Config = Mapping[str, Any]
 """A config.json."""
 Shapes = dict[str, tuple[int, ...]]

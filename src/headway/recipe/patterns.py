@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from headway.errors import RecipeError
 
-__all__ = ["first_match", "matched", "matches"]
-
 
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a name; `*` next to letters matches the rest of that part."""

@@ -8,8 +8,6 @@ from headway.errors import ModelError
 from headway.recipe.model import Config, Model
 from headway.recipe.section import Positive, Section
 
-__all__ = ["RopeScaling", "RotaryModel", "given", "rope_settings", "rotary_config", "scaling_from"]
-
 AboveZero = Annotated[float, Field(gt=0)]
 KINDS = ("linear", "llama3", "yarn", "longrope")
 

@@ -8,8 +8,6 @@ from pydantic_core import PydanticCustomError
 
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 
-__all__ = ["Optimizer", "ParameterGroup", "Train"]
-
 Optimizer = Literal["adamw", "muon", "adamw-8bit", "adafactor"]
 Operation = Literal["attention", "experts", "rms_norm", "rope", "gated", "loss", "adamw", "norm", "newton_schulz"]
 """Operations with custom kernels."""

@@ -5,8 +5,6 @@ from typing import Any
 
 from headway.recipe.schema import Recipe
 
-__all__ = ["upgrade_recipe"]
-
 _BEFORE = {
     "data": {"within_documents": False},
 }

@@ -7,8 +7,6 @@ from headway.errors import UsageError
 from headway.recipe import Store
 from headway.state.read_checkpoint import OpenCheckpoint, open_checkpoint
 
-__all__ = ["address_in_store", "is_in_store", "open_address", "store_url"]
-
 _IN_STORE = re.compile(r"([a-z][a-z0-9]*://.+)/step-(\d+)")
 
 

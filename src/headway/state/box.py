@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from itertools import product
 from operator import add
 
-__all__ = ["Box", "bands", "overlap", "tiling_fault"]
-
 
 @dataclass(frozen=True, order=True, slots=True)
 class Box:

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-__all__ = ["Channel", "ChannelClosed", "Message", "MessageChannel"]
-
 _MOST_DESCRIPTORS = 250  # the kernel passes at most 253 with one message
 _READ_BYTES = 1 << 16
 

@@ -18,16 +18,6 @@ from headway.state.manifest import CheckpointManifest, TensorEntry
 from headway.state.read_checkpoint import OpenCheckpoint, band_bytes, read_bands
 from headway.state.safetensors_file import DTYPES
 
-__all__ = [
-    "CheckpointDiff",
-    "TensorDifference",
-    "describe",
-    "diff_checkpoints",
-    "distance",
-    "tensor_difference",
-    "values",
-]
-
 Bits = NDArray[np.unsignedinteger]
 Floats = NDArray[np.float64]
 

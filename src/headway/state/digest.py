@@ -33,8 +33,6 @@ from numpy.typing import NDArray
 
 from headway.state.box import Box
 
-__all__ = ["digest_box", "state_digest"]
-
 MASK = 2**64 - 1
 MULTIPLIER = 0xD6E8FEB86659FD93
 STRIDE = 0x9E3779B97F4A7C15

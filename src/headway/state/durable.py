@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["locked_folder", "new_file"]
-
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:

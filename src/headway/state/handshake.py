@@ -15,16 +15,6 @@ import socket
 
 from headway.errors import UsageError
 
-__all__ = [
-    "KEY_VARIABLE",
-    "HandshakeFailed",
-    "client_handshake",
-    "connect",
-    "key_from_env",
-    "new_key",
-    "server_handshake",
-]
-
 KEY_VARIABLE = "HEADWAY_KEY"
 """Holds the key where machines share no folder; everybody on the machine could see it in arguments."""
 

@@ -25,8 +25,6 @@ from headway.state.safetensors_file import SafetensorsLayout, bits_dtype, plan_f
 from headway.state.write_checkpoint import ShardEntry, abandon, begin_checkpoint, commit, shard_name
 from headway.track import START, Recorder, RunFolder, create_run, make_durable, record_path, write_json
 
-__all__ = ["IMPORTED", "NO_DATA", "import_run"]
-
 NO_DATA = "no-data"
 """Name of the data folder of a run without data."""
 IMPORTED = "imported"

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from headway.recipe.model import HfTensor
 
-__all__ = ["Bits", "pack", "packed_shape", "unpack"]
-
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 Shape = tuple[int, ...]
 

@@ -6,8 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-__all__ = ["apply_sidecars", "copy_sidecars", "save_sidecars"]
-
 CONFIG = "config.json"
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -29,21 +29,6 @@ from headway.state.read_checkpoint import OpenCheckpoint, band_bytes, read_bands
 from headway.state.safetensors_file import DTYPES, SafetensorsLayout, bits_dtype, plan_file, read_header
 from headway.track import make_durable
 
-__all__ = [
-    "BLOCK_BYTES",
-    "LazyWeight",
-    "Progress",
-    "TokenizerFile",
-    "check_weights",
-    "current_name",
-    "from_hf",
-    "saved_weights",
-    "stored_weights",
-    "to_hf",
-    "weight_files",
-    "write_folder",
-]
-
 Shapes = Mapping[str, tuple[int, ...]]
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the total."""

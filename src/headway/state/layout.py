@@ -12,8 +12,6 @@ from itertools import accumulate, product
 
 from headway.state.box import Box, overlap
 
-__all__ = ["BoxIndex", "Layout", "LayoutPart", "box_at", "replicated", "sharded"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayoutPart:

@@ -15,20 +15,6 @@ from headway.state.box import Box, tiling_fault
 from headway.state.digest import state_digest
 from headway.state.safetensors_file import DTYPES, SafetensorsLayout
 
-__all__ = [
-    "CHUNK_BYTES",
-    "FORMAT",
-    "CheckpointFacts",
-    "CheckpointManifest",
-    "FileEntry",
-    "PieceEntry",
-    "TensorEntry",
-    "chunk_checksums",
-    "dump_manifest",
-    "file_entry",
-    "parse_manifest",
-]
-
 FORMAT = 2
 CHUNK_BYTES = 4 << 20
 """Bytes per checksum; checkpoints are read in such chunks."""

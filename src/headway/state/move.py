@@ -14,8 +14,6 @@ from types import MappingProxyType
 from headway.state.box import Box
 from headway.state.layout import BoxIndex, Layout
 
-__all__ = ["Move", "all_moves", "moves"]
-
 _IDLE: Mapping[int, int] = MappingProxyType({})
 
 

@@ -22,8 +22,6 @@ from urllib.parse import unquote, urlsplit
 
 from headway.errors import DamagedState, StateError, UsageError
 
-__all__ = ["ObjectStore", "StoredObject", "open_store"]
-
 PART_BYTES = 16 << 20
 """Bytes of a large object per request."""
 

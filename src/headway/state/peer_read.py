@@ -16,8 +16,6 @@ from headway.errors import DamagedState
 from headway.state.handshake import HandshakeFailed, connect
 from headway.state.source import CheckpointSource
 
-__all__ = ["PeerCheckpoint", "PeerFile", "PeerReader", "fill", "peer_request", "read_line"]
-
 HINT = "the machine that has it is down, or resumed the run without this one"
 ANSWER_BYTES = 1 << 16
 

@@ -24,18 +24,6 @@ from headway.state.move import moves
 from headway.state.safetensors_file import bits_dtype, read_header
 from headway.state.source import MANIFEST, CheckpointSource, FolderCheckpoint
 
-__all__ = [
-    "OpenCheckpoint",
-    "VerifyResult",
-    "band_bytes",
-    "check_file",
-    "layout_of",
-    "open_checkpoint",
-    "read_bands",
-    "read_box",
-    "verify_checkpoint",
-]
-
 Bits = NDArray[np.unsignedinteger]
 
 HERE = -1

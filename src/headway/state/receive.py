@@ -12,8 +12,6 @@ from headway.state.read_checkpoint import OpenCheckpoint
 from headway.state.save_buffer import FilePlan
 from headway.state.write_checkpoint import ShardEntry, explain_write_errors, link_unchanged
 
-__all__ = ["receive_shard"]
-
 
 def receive_shard(
     partial: Path,

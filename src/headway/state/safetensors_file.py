@@ -21,17 +21,6 @@ from numpy.typing import NDArray
 
 from headway.errors import DamagedState
 
-__all__ = [
-    "DTYPES",
-    "SafetensorsLayout",
-    "TensorSpan",
-    "bits_dtype",
-    "plan_file",
-    "read_header",
-    "write_file",
-    "write_memory",
-]
-
 Bits = NDArray[np.unsignedinteger]
 
 DTYPES = {

@@ -27,8 +27,6 @@ from headway.state.safetensors_file import SafetensorsLayout, bits_dtype
 from headway.state.source import MANIFEST, CheckpointSource
 from headway.state.write_checkpoint import Piece, PieceShape, shard_layout
 
-__all__ = ["BufferPlan", "FilePlan", "MemoryCheckpoint", "SaveBuffer", "map_files", "plan_buffer"]
-
 PAGE = 4096
 _MARKS = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<Q")

@@ -11,8 +11,6 @@ from typing import ClassVar
 
 from headway.errors import DamagedState, StateError
 
-__all__ = ["CheckpointSource", "FolderCheckpoint"]
-
 MANIFEST = "manifest.json"
 _MAX_MANIFEST = 1 << 30
 _HINT = "headway checkpoint ls lists all checkpoints; headway checkpoint verify finds the newest intact one"

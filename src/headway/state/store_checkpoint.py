@@ -35,18 +35,6 @@ from headway.state.write_checkpoint import (
 )
 from headway.track import make_durable
 
-__all__ = [
-    "OWNER",
-    "StoreCheckpoint",
-    "StoreEntry",
-    "claim_prefix",
-    "fetch",
-    "list_remote",
-    "owner_of",
-    "prune_remote",
-    "upload",
-]
-
 GRACE = timedelta(hours=1)
 """How long files without a manifest count as an upload in progress."""
 

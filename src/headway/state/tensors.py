@@ -27,23 +27,6 @@ from headway.state.read_checkpoint import OpenCheckpoint, open_checkpoint, read_
 from headway.state.safetensors_file import DTYPES, bits_dtype
 from headway.state.write_checkpoint import Piece, PieceShape
 
-__all__ = [
-    "ModelShare",
-    "OwnedPiece",
-    "as_tensor",
-    "box_of",
-    "boxes_of",
-    "fill",
-    "frozen_names",
-    "load_state",
-    "load_weights",
-    "named_parameters",
-    "named_state",
-    "owned_pieces",
-    "pieces",
-    "read_tensors",
-]
-
 Bits = NDArray[np.unsignedinteger]
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # added to names by activation checkpointing and compile

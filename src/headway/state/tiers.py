@@ -4,8 +4,6 @@ from typing import Literal
 
 from headway.recipe import Checkpoint
 
-__all__ = ["Tier", "tiers_at", "tiers_at_end"]
-
 Tier = Literal["memory", "disk", "store"]
 
 

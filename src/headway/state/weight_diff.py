@@ -13,9 +13,6 @@ from headway.state.checkpoint_diff import Bits, TensorDifference, tensor_differe
 from headway.state.huggingface import LazyWeight, Progress
 from headway.state.safetensors_file import DTYPES
 
-__all__ = ["TensorMismatches", "tensor_mismatches", "weight_differences"]
-
-
 _STRETCH = 1 << 18  # elements converted to float64 at a time
 
 Kind = tuple[str | None, tuple[int, ...]]

@@ -46,31 +46,6 @@ from headway.state.safetensors_file import SafetensorsLayout, plan_file, write_f
 from headway.state.source import MANIFEST
 from headway.track import make_durable
 
-__all__ = [
-    "CheckpointEntry",
-    "PartialCheckpoint",
-    "Piece",
-    "PieceShape",
-    "ShardEntry",
-    "abandon",
-    "begin_checkpoint",
-    "collect_shard_entries",
-    "commit",
-    "describe_shard",
-    "explain_write_errors",
-    "fence",
-    "find_checkpoint",
-    "leave_shard_entry",
-    "link_unchanged",
-    "list_checkpoints",
-    "merge",
-    "partial_folder",
-    "prune",
-    "shard_layout",
-    "shard_name",
-    "write_shard",
-]
-
 _NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
 _HINTS = {
     errno.ENOSPC: "free some space, or keep fewer (checkpoint.keep_last); older checkpoints are untouched",

@@ -13,8 +13,6 @@ from headway.track.events import Event, Record, read_run
 from headway.track.metrics import history
 from headway.track.runs import RunFolder
 
-__all__ = ["START", "RunComparison", "checkpoint_digests", "compare_runs", "extend_chain"]
-
 START = "0" * 32
 """The chain before the first step."""
 

@@ -41,23 +41,6 @@ from pydantic_core import from_json, to_json
 
 from headway.errors import RunError
 
-__all__ = [
-    "FORMAT",
-    "Event",
-    "Header",
-    "Record",
-    "Recorder",
-    "Tail",
-    "clock_offset",
-    "kept_until",
-    "read_ends",
-    "read_record",
-    "read_run",
-    "read_with_raw_lines",
-    "record_path",
-    "upgrade",
-]
-
 FORMAT = 1
 """The format written; older formats are upgraded when read, newer ones refused."""
 

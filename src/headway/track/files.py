@@ -12,8 +12,6 @@ from headway.recipe import Recipe
 from headway.recipe.upgrade import upgrade_recipe
 from headway.track.runs import RunFolder
 
-__all__ = ["make_durable", "read_recipe", "write_json"]
-
 
 def read_recipe(run: RunFolder) -> Recipe:
     """Return the resolved recipe of a run; raise RunError if it is missing or invalid."""

@@ -16,8 +16,6 @@ import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["PHASES", "Arrival", "Heartbeat", "HeartbeatPages", "HeartbeatWriter", "Phase"]
-
 Phase = Literal[
     "start", "join", "build", "restore", "compile", "data", "compute", "optimizer", "record", "evaluate", "save", "end"
 ]

@@ -14,8 +14,6 @@ from typing import NamedTuple, TypeAlias
 from headway.track.events import Event, Header, Record, clock_offset, kept_until
 from headway.track.replica_vote import blame_replica
 
-__all__ = ["ACCOUNTS", "AttemptTime", "Incident", "Ledger", "Overhead", "account", "largest_overhead"]
-
 ACCOUNTS = (
     "start-up",
     "compile",

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Series", "history", "metric_names", "read_metric", "read_metrics"]
-
 _Floats: TypeAlias = "npt.NDArray[np.float64]"
 
 Series: TypeAlias = "tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]"

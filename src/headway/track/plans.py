@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headway.track.files import write_json
 from headway.track.runs import RunFolder
 
-__all__ = ["RunPlan", "read_plan", "write_plan"]
-
 
 class RunPlan(BaseModel):
     """The settings a run was planned with, and its predicted step time and memory."""

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["blame_replica", "odd_value", "outvoted_replica"]
-
 
 def outvoted_replica(digests: Sequence[str], truth: str | None = None) -> int | None:
     """Return the replica that differs from the majority, or from a replay's digest; None if that is ambiguous."""

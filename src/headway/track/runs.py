@@ -26,22 +26,6 @@ from pydantic_core import from_json, to_json
 from headway.errors import RunError, UsageError
 from headway.track.events import Event, Header, Record, clock_offset, read_ends, record_path
 
-__all__ = [
-    "RunFolder",
-    "RunState",
-    "RunSummary",
-    "create_run",
-    "find_run",
-    "list_runs",
-    "lock_holder",
-    "lock_run",
-    "next_attempt",
-    "parse_ref",
-    "run_id",
-    "runs_root",
-    "summarize",
-]
-
 RunState: TypeAlias = Literal["submitted", "running", "finished", "stopped", "failed", "interrupted"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

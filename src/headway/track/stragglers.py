@@ -24,8 +24,6 @@ from typing import Literal
 
 from headway.track.heartbeat import Arrival
 
-__all__ = ["Straggler", "straggler"]
-
 OFTEN = 0.8
 """Share of the steps in which it must be last."""
 LEAST = 0.05

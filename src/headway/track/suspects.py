@@ -9,8 +9,6 @@ from pathlib import Path
 
 from headway.track.runs import RunFolder
 
-__all__ = ["note_suspect", "read_suspects"]
-
 FORGIVEN_S = 86400.0
 """A machine is used again after a day: it may have been repaired."""
 _MACHINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

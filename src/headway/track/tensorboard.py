@@ -8,8 +8,6 @@ from headway.track.events import read_run
 from headway.track.metrics import history, read_metrics
 from headway.track.runs import RunFolder
 
-__all__ = ["export_tensorboard"]
-
 
 def export_tensorboard(run: RunFolder, folder: Path) -> int:
     """Write every metric of a run as scalars into `folder/<run>`; return the number of values."""

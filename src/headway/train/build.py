@@ -35,8 +35,6 @@ from headway.train.optim import WeightEma, build_optimizer, freeze, lower, widen
 from headway.train.restore import restore
 from headway.train.stop import StopRequest
 
-__all__ = ["Parts", "RecordLost", "RunProgress", "build"]
-
 
 class RecordLost(Exception):
     """The run's record can no longer be written; training stops rather than continue unrecorded."""

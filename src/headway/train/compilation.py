@@ -7,8 +7,6 @@ from torch._dynamo.callback import callback_handler
 from headway.track import Recorder
 from headway.track.heartbeat import HeartbeatWriter, Phase
 
-__all__ = ["record_compilation"]
-
 
 def record_compilation(recorder: Recorder, beat: HeartbeatWriter) -> None:
     """Record a `compile` span and heartbeat phase around every compilation, forward and backward."""

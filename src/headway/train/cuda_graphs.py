@@ -16,8 +16,6 @@ from headway.models.experts import Experts
 from headway.parallel import ParallelModel, World
 from headway.recipe import Recipe
 
-__all__ = ["GraphedPasses", "passes_of"]
-
 WARM = 3
 """Eager passes before the capture: they compile and autotune."""
 RECORDINGS = 8

@@ -32,8 +32,6 @@ from headway.state import (
 from headway.state.tensors import fill, named_state, pieces, read_tensors
 from headway.track import RunFolder, chain, write_json
 
-__all__ = ["draw_facts", "init_custom_model", "initial_weights", "load_buffers"]
-
 FACTS = "model.json"
 BUFFER = "buffer/"
 """Name prefix of non-persistent buffers."""

@@ -16,8 +16,6 @@ from headway.track import write_json
 from headway.train.build import Parts
 from headway.train.custom_init import draw_facts
 
-__all__ = ["record_environment", "record_facts"]
-
 
 def record_environment(parts: Parts, assignment: Assignment) -> None:
     """Write environment.json; record what changed since an earlier attempt."""

@@ -9,8 +9,6 @@ from torch import Tensor
 from headway.data.order import Ids
 from headway.train.build import Parts
 
-__all__ = ["evaluate"]
-
 MASKED = -100
 
 

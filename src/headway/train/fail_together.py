@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from headway.errors import HeadwayError, StateError
 from headway.parallel import World
 
-__all__ = ["PeerFailed", "fail_together"]
-
 
 class PeerFailed(HeadwayError):
     """Another worker failed and reports why; this one stops with it."""

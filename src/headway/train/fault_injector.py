@@ -11,8 +11,6 @@ from headway.parallel.local_part import to_local
 from headway.recipe import FaultPlan
 from headway.recipe.faults import Fault, WorkerPoint, execute_fault, mark_fired
 
-__all__ = ["WorkerFaultInjector"]
-
 
 @dataclass(frozen=True)
 class WorkerFaultInjector:

@@ -14,8 +14,6 @@ from torch import Tensor
 from headway.data import Loader
 from headway.train.meter import DeviceMeter
 
-__all__ = ["DeviceBatch", "DeviceFeed"]
-
 TURNS = DeviceMeter.LAG + 2
 
 

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from headway.parallel import ParallelModel
 from headway.track.heartbeat import HeartbeatWriter
 
-__all__ = ["add_heartbeat_hooks"]
-
 
 def add_heartbeat_hooks(spread: ParallelModel, beat: HeartbeatWriter) -> None:
     """Add hooks that mark when a pass enters a block, forward and backward.

@@ -27,8 +27,6 @@ from headway.train.replica_check import ReplicaChecker
 from headway.train.save import SaveClient
 from headway.train.schedule import learning_rate
 
-__all__ = ["train"]
-
 
 def train(
     parts: Parts, saves: SaveClient, watch: NumericsMonitor | None = None, doubt: SuspectElement | None = None

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceMeter", "HostMeter", "MeasuredStep", "Meter", "make_meter"]
-
 
 @dataclass(frozen=True)
 class MeasuredStep:

@@ -18,8 +18,6 @@ from headway.errors import HeadwayError
 from headway.recipe.assignment import SpikeReference
 from headway.recipe.schema import Health
 
-__all__ = ["BadNumbers", "BadStep", "NumericsMonitor", "median", "spread_of"]
-
 NORMAL = 1.4826
 """A normal distribution's standard deviation over its median absolute deviation."""
 LEAST = 0.01

@@ -17,8 +17,6 @@ from headway.kernels.dispatch import uses_triton
 from headway.parallel.local_part import to_local
 from headway.state.box import Box
 
-__all__ = ["OffloadedAdamW"]
-
 BUCKET_BYTES = 256 << 20
 """Moments on the device at once."""
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from headway.parallel import ParallelModel, World, total_norm
 from headway.recipe import Recipe
 
-__all__ = ["OptimizerInBackward", "early_updates"]
-
 
 def early_updates(
     spread: ParallelModel, optimizer: torch.optim.Optimizer, recipe: Recipe, world: World

@@ -40,8 +40,6 @@ from headway.track import chain
 from headway.train.build import Parts
 from headway.train.fail_together import fail_together
 
-__all__ = ["ActivationSums", "module_positions", "trial"]
-
 ModulePosition = tuple[int, int]
 """Position of a module in the plain model: before (0), among (1) or after (2) its blocks, and its index there."""
 

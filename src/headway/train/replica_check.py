@@ -25,8 +25,6 @@ from headway.parallel import World
 from headway.parallel.local_part import to_local
 from headway.recipe.assignment import SuspectElement
 
-__all__ = ["Corrupted", "ReplicaChecker", "ReplicaDifference"]
-
 WORD = 8
 CHUNKS = 64
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

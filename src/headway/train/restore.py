@@ -16,8 +16,6 @@ from headway.state.tensors import ModelShare, load_state
 from headway.train.optim import WeightEma
 from headway.train.rng import restore_rng
 
-__all__ = ["open_state", "restore"]
-
 LEADER_DISK = "the leader's disk"
 
 

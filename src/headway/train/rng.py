@@ -6,8 +6,6 @@ import torch
 
 from headway.parallel import World
 
-__all__ = ["restore_rng", "rng_state"]
-
 
 def rng_state(world: World) -> torch.Tensor:
     """Return this worker's random state as bytes: the CPU's, followed by its GPU's."""

@@ -22,8 +22,6 @@ from headway.state.tiers import Tier
 from headway.train.build import Parts
 from headway.train.rng import rng_state
 
-__all__ = ["SaveClient"]
-
 FLUSH_S = 1.0
 WORD_S = 0.5
 

@@ -4,8 +4,6 @@ import math
 
 from headway.recipe import Train
 
-__all__ = ["learning_rate"]
-
 
 def learning_rate(train: Train, step: int) -> float:
     """Return the learning rate of a step, from 1: the schedule's, times the rate cuts so far."""

@@ -28,8 +28,6 @@ import sys
 import threading
 from pathlib import Path
 
-__all__ = ["answer_requests"]
-
 RECORDERS = {"fr": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 """PyTorch's flight recorders: gloo writes into the first; NCCL has one of its own, which only CUDA builds have."""
 

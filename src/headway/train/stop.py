@@ -2,8 +2,6 @@
 
 import signal
 
-__all__ = ["StopRequest"]
-
 
 class StopRequest:
     """Set by a signal, read by the loop."""

@@ -32,8 +32,6 @@ from headway.train.feed import DeviceFeed
 from headway.train.optim import build_optimizer, freeze
 from headway.train.schedule import learning_rate
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True)
 class BaselineParts:

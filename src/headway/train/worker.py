@@ -26,8 +26,6 @@ from headway.train.restore import open_state
 from headway.train.save import SaveClient
 from headway.train.stop import StopRequest
 
-__all__ = ["main"]
-
 FINISHED, FAILED, RECORD_LOST, STOPPED = 0, 1, 74, 75
 
 

@@ -23,8 +23,6 @@ from typing import Any
 
 from headway.state import Channel, ChannelClosed, Message
 
-__all__ = ["main"]
-
 PR_SET_PDEATHSIG = 1
 REMEMBERED = 256
 """Exits that are repeated to a new agent."""

@@ -24,8 +24,6 @@ from headway.plan.trainer import default_microbatch, stated_mesh
 from headway.recipe import Parallel, Recipe
 from headway.track import RunPlan
 
-__all__ = ["PlannedRecipe", "plan_run", "replan_run", "settings_as_written", "unplanned"]
-
 WORTH = 0.03
 """Predicted speed-up for which settings as written, if they fit, are given up: less is within the prediction error."""
 MESH_WORTH = 0.10

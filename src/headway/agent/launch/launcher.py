@@ -30,8 +30,6 @@ from headway.agent.supervise.stop_signals import count_stop_signals
 from headway.state import Channel, ChannelClosed, Message
 from headway.track import Recorder, RunFolder, next_attempt, record_path
 
-__all__ = ["run_launcher"]
-
 POLL_S = 0.25
 STOPPED_S = 2.0
 """An agent that a signal has stopped for this long is continued."""

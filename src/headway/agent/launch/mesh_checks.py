@@ -14,8 +14,6 @@ from headway.plan.trainer import default_microbatch, other_axes, stated_mesh, tr
 from headway.recipe import ModelLayout, Parallel, Recipe
 from headway.recipe.patterns import matched
 
-__all__ = ["check_axes", "check_mesh", "check_workers", "count_workers", "default_workers", "mesh_can_run"]
-
 
 def default_workers(devices: Devices) -> int:
     """Return one per GPU; on a CPU one, which uses all cores."""

@@ -43,8 +43,6 @@ from headway.track import (
     write_plan,
 )
 
-__all__ = ["new_run", "nodes_before", "recipe_of_ref", "resolve_recipe", "resume_run", "stated_recipe"]
-
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
 VOCABULARY_MULTIPLE = 64
 MANIFEST = "manifest.json"

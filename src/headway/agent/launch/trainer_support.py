@@ -7,8 +7,6 @@ from importlib import metadata
 from headway.plan.task import RUNNABLE, TrainerLimits
 from headway.recipe import Model
 
-__all__ = ["outdated_torch", "supported_limits"]
-
 SPLIT_BACKWARD = (2, 13)
 """PyTorch 2.11 does not split the backward pass of functions written in Python, as losses are; 2.13 does, 2.12 is
 untested."""

@@ -26,8 +26,6 @@ from headway.track.suspects import read_suspects
 if TYPE_CHECKING:
     from headway.agent.nodes.store_lease import StoreLease
 
-__all__ = ["acquire_store_lease", "lead_nodes", "leader_answers"]
-
 EXIT_S = 10.0
 ANSWER_S = 5.0
 

@@ -25,8 +25,6 @@ from headway.state.handshake import HandshakeFailed, connect
 from headway.state.peer_read import peer_request
 from headway.track import RunFolder
 
-__all__ = ["SEARCH_S", "LeaderSearch", "RankTaken", "SharedEntries"]
-
 SEARCH_S = 60.0
 """How long a node looks for a leader before it gives up."""
 REPORT_AFTER_S = 3.0

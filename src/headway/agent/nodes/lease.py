@@ -19,16 +19,6 @@ from headway.errors import RunError
 if TYPE_CHECKING:
     from headway.agent.nodes.store_lease import StoreLease
 
-__all__ = [
-    "MINORITY_S",
-    "VOTERS",
-    "LeaderLease",
-    "LeaseSuperseded",
-    "newest_lease",
-    "take_lease",
-    "takeover_delay_s",
-]
-
 VOTERS = 15
 """This many agents, the first by name, hold what a new leader needs and are asked whether they hear the old one."""
 FIRST_TURN_S = 1.5

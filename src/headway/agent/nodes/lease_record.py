@@ -3,8 +3,6 @@
 import json
 from dataclasses import asdict, dataclass
 
-__all__ = ["LeaseRecord"]
-
 
 @dataclass(frozen=True)
 class LeaseRecord:

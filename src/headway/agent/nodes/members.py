@@ -12,8 +12,6 @@ from headway.agent.saving.buffers import SnapshotBuffer
 from headway.state import BufferPlan, Channel, ChannelClosed, Message, MessageChannel, OpenCheckpoint, ShardEntry
 from headway.state.save_buffer import FilePlan
 
-__all__ = ["BufferReader", "Member", "RemoteBuffer", "RemoteChannel", "unreachable_member"]
-
 
 @dataclass
 class Member:

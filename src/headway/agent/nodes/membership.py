@@ -25,8 +25,6 @@ from headway.state import Channel, ChannelClosed, Message
 from headway.state.handshake import HandshakeFailed, connect, server_handshake
 from headway.state.peer_read import peer_request, read_line
 
-__all__ = ["Membership"]
-
 ALIVE_S = 1.0
 """Between two signs of life to nodes, and two looks at the leases."""
 POLL_S = 0.05

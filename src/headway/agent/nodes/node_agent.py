@@ -33,8 +33,6 @@ from headway.agent.workers.zygote import ZygoteClient
 from headway.state import Channel, ChannelClosed
 from headway.track import RunFolder
 
-__all__ = ["NodeAgent", "main"]
-
 POLL_S = 0.1
 TAKEN = 2.4
 """How many times `silent_s` a node waits for another of its name to end."""

@@ -32,8 +32,6 @@ from headway.track import Recorder, read_recipe
 from headway.track.heartbeat import HeartbeatPages
 from headway.track.suspects import note_suspect
 
-__all__ = ["NodeGroup"]
-
 POLL_S = 0.15
 TOGETHER_S = 20.0
 """How long a run that could begin waits for the other nodes that were started with it."""

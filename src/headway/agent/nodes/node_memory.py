@@ -24,8 +24,6 @@ from headway.state.peer_read import PeerFile, PeerReader
 from headway.state.receive import receive_shard
 from headway.state.save_buffer import FilePlan
 
-__all__ = ["NodeMemory"]
-
 REJOIN_S = 10.0
 """How long nodes may take to call again after their leader was lost."""
 

@@ -17,8 +17,6 @@ from headway.recipe import Assignment
 from headway.state import BufferPlan, Channel, ChannelClosed, Message, SaveBuffer
 from headway.track.heartbeat import HeartbeatPages
 
-__all__ = ["NodeWorkers"]
-
 HEARTBEATS_S = 0.3
 """Between two reports of the workers' heartbeats, which also show that this node lives."""
 RECORDS_S = 1.0

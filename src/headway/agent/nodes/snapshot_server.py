@@ -37,8 +37,6 @@ from headway.state.handshake import HandshakeFailed, server_handshake
 from headway.state.peer_read import PeerFile, PeerReader, read_line
 from headway.state.save_buffer import FilePlan
 
-__all__ = ["SnapshotServer"]
-
 CHUNK_BYTES = 4 << 20
 PACE_BYTES_S = 2e9
 """Copies use no more network bandwidth than this: training needs it too."""

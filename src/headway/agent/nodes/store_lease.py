@@ -16,8 +16,6 @@ from headway.state.object_store import ObjectStore, open_store
 from headway.state.store_checkpoint import claim_prefix
 from headway.track import RunFolder, run_id
 
-__all__ = ["StoreLease", "leader_finder", "lease_in_store"]
-
 FOLDER = "leases"
 PATIENCE_S = 10.0
 CHECK_S = 2.0

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from headway.agent.attempt import Attempt
 
-__all__ = ["WaitReporter"]
-
 FIRST_S = 3.0
 """Machines that are started together join within this time, and need no report."""
 AGAIN_S = 10.0

@@ -18,18 +18,6 @@ import xxhash
 from headway.errors import RunError
 from headway.track import RunFolder
 
-__all__ = [
-    "READ_BYTES",
-    "FileStamps",
-    "bundle_names",
-    "bundle_path",
-    "fetch_file",
-    "growing_files",
-    "growing_path",
-    "record_files",
-    "stored_record_path",
-]
-
 SINGLE = ("recipe.json", "plan.json", "environment.json", "data.json", "tokenizer.json", "id", "suspects")
 FOLDERS = ("huggingface", "initial")
 """Companions of imported weights; the initial weights of a custom model class."""

@@ -26,8 +26,6 @@ from headway.state import open_checkpoint
 from headway.state.peer_read import fill, read_line
 from headway.track import RunFolder, run_id, write_json
 
-__all__ = ["PIECE_BYTES", "RunFolderServer"]
-
 PIECE_BYTES = 1 << 20
 """The most that one request appends."""
 

@@ -21,8 +21,6 @@ from headway.state.handshake import HandshakeFailed, connect
 from headway.state.peer_read import read_line
 from headway.track import RunFolder
 
-__all__ = ["RecordForwarder"]
-
 EVERY_S = 0.2
 RETRY_S = 1.0
 """After the leader could not be reached."""

@@ -31,8 +31,6 @@ from headway.state.handshake import HandshakeFailed, connect
 from headway.state.peer_read import fill, peer_request
 from headway.track import RunFolder, read_recipe
 
-__all__ = ["RemoteRun", "join_run", "parse_address", "reads_leader_disk"]
-
 RETRY_S = 0.2
 REPORT_WAIT_S = 3.0
 FIND_S = 2.0

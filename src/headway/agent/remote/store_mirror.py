@@ -38,8 +38,6 @@ from headway.errors import RunError, StateError
 from headway.state.object_store import ObjectStore, open_store
 from headway.track import RunFolder, lock_holder, write_json
 
-__all__ = ["StoreMirror", "fetch_run", "put_folder", "remove_stale_folder", "report_start_failure", "start_failures"]
-
 FOLDER, RECORDS, SAID = "folder", "records", "said"
 LOOK_S = 2.0
 EVERY_S = 60.0

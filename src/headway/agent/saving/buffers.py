@@ -20,18 +20,6 @@ from headway.state import (
 )
 from headway.state.save_buffer import FilePlan
 
-__all__ = [
-    "BufferHost",
-    "LocalBuffer",
-    "LocalMemory",
-    "RecoveredState",
-    "SavedPart",
-    "SnapshotBuffer",
-    "StateFiles",
-    "available_memory",
-    "plan_from",
-]
-
 
 def plan_from(fields: Mapping[str, Any]) -> BufferPlan:
     """The plan of a worker's buffers, from the pieces that it reported."""

@@ -37,8 +37,6 @@ from headway.state import (
 )
 from headway.track import Recorder, RunFolder, run_id
 
-__all__ = ["SaveCoordinator"]
-
 FIRST_GUESS_BYTES_S = 2e9
 """At which a state is copied to memory, until a save has shown it."""
 

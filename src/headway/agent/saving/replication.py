@@ -11,8 +11,6 @@ from headway.agent.nodes.membership import Membership
 from headway.errors import StateError
 from headway.state import BufferPlan, shard_name
 
-__all__ = ["SnapshotReplicator"]
-
 
 @dataclass(frozen=True)
 class _Copy:

@@ -17,17 +17,6 @@ from headway.state import list_checkpoints, open_checkpoint
 from headway.state.address import address_in_store, open_address, store_url
 from headway.track import RunFolder, run_id
 
-__all__ = [
-    "RestoreChoice",
-    "RestoreOptions",
-    "RestorePoint",
-    "find_restore_options",
-    "is_taken",
-    "need_store",
-    "newest_in_store",
-    "newest_on_disk",
-]
-
 
 class RestorePoint(NamedTuple):
     """A saved state and its address."""

@@ -24,8 +24,6 @@ from headway.state import (
 from headway.state.manifest import digest_of, file_entry
 from headway.state.tiers import Tier
 
-__all__ = ["MOST", "SMALL_BYTES", "SnapshotBuffers", "StateSnapshot", "count_buffers"]
-
 ENOUGH = 2
 """Buffers per worker: one that is held or written, one that is filled meanwhile."""
 MOST = 8

@@ -40,8 +40,6 @@ from headway.state.read_checkpoint import check_file
 from headway.state.save_buffer import FilePlan
 from headway.state.tiers import Tier
 
-__all__ = ["CheckpointWriter", "WriteResult"]
-
 NICE = 10
 RETRY_AFTER_S = 2.0
 

@@ -32,9 +32,6 @@ from headway.errors import HeadwayError, WorkerError
 from headway.state import list_checkpoints
 from headway.track import Recorder, RunFolder, read_recipe, read_record, record_path
 
-__all__ = ["POLL_S", "AgentContext", "AttemptResult", "emergency_save", "run_attempt"]
-
-
 POLL_S = 0.15
 ALIVE_S = 1.0
 SUSPENDED_S = 2.0

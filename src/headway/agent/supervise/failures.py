@@ -10,8 +10,6 @@ from headway.agent.supervise.outcome import AttemptEnd, AttemptOutcome
 from headway.agent.supervise.recover import Failure
 from headway.track import RunFolder, read_record, record_path
 
-__all__ = ["classify_failure", "collateral_ranks", "failures_before", "last_step"]
-
 RETRYABLE = "WorkerError"
 """Error type of exceptions in user or library code; every other type is known to repeat."""
 OUT_OF_MEMORY = "out of memory"

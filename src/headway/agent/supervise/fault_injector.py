@@ -7,8 +7,6 @@ from pathlib import Path
 from headway.recipe import FaultPlan
 from headway.recipe.faults import AGENT, KEEPER, AgentPoint, execute_fault, mark_fired
 
-__all__ = ["AgentFaultInjector"]
-
 
 @dataclass(frozen=True)
 class AgentFaultInjector:

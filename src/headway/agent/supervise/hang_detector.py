@@ -15,8 +15,6 @@ from pathlib import Path
 
 from headway.track.heartbeat import PHASES, Heartbeat, HeartbeatPages, Phase
 
-__all__ = ["LEAST_S", "HangDetector", "HeartbeatSample", "Stall", "find_stall", "limit_s", "process_state"]
-
 FACTOR = 5.0
 LEAST_S = 2.5
 """A machine that is short of cores stalls for a second now and then."""

@@ -13,16 +13,6 @@ from headway.agent.workers.zygote import log_tail
 from headway.errors import StateError
 from headway.track import RunFolder, read_record, record_path
 
-__all__ = [
-    "AttemptEnd",
-    "AttemptOutcome",
-    "ExitEvidence",
-    "collect_evidence",
-    "explain_exit",
-    "out_of_memory_kills",
-    "recorded_exit_status",
-]
-
 COMMON_ERRORS = ("BadNumbers", "Corrupted")
 """Errors that all workers raise at the same step: none of them is to blame."""
 

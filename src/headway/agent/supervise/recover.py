@@ -12,18 +12,6 @@ the cheapest safe action:
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-__all__ = [
-    "SUSPECT",
-    "Cause",
-    "Failure",
-    "NodeCapacity",
-    "Recovery",
-    "RecoveryRules",
-    "RestorableSteps",
-    "Situation",
-    "recover",
-]
-
 Cause = Literal[
     "died", "lost", "room", "hung", "stopped", "raised", "not finite", "spike", "corrupted", "damaged", "agent died",
     "other",

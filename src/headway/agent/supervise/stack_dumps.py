@@ -28,18 +28,6 @@ from typing import Any
 
 from pydantic_core import from_json
 
-__all__ = [
-    "Frame",
-    "StackDump",
-    "WorkerStack",
-    "blocking_rank",
-    "collect",
-    "describe_collective",
-    "describe_location",
-    "describe_state",
-    "short_path",
-]
-
 PY_SPY_TIMEOUT_S = 2.0
 """A native dump of a process with torch took 0.5 s, 2.4 s with a cold file cache."""
 POLL_S = 0.01

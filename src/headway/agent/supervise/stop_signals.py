@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["STOPS", "StopSignals", "count_stop_signals"]
-
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONCE_S = 1.0
 """A signal repeated within this time is one request."""

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from headway.agent.nodes.store_lease import StoreLease
     from headway.agent.remote.store_mirror import StoreMirror
 
-__all__ = ["supervise_run"]
-
 
 def supervise_run(
     attempt: Attempt,

@@ -18,8 +18,6 @@ from headway.track import Recorder, RunFolder
 from headway.track.heartbeat import HeartbeatPages
 from headway.track.stragglers import straggler
 
-__all__ = ["LostWorker", "WorkerMonitor"]
-
 STRAGGLERS_EVERY_S = 5.0
 MAX_CONTINUES = 3
 """How often a stopped worker is continued before it is given up."""

@@ -8,8 +8,6 @@ from headway.agent.attempt import Attempt
 from headway.hardware.network import find_network, transport
 from headway.state.handshake import KEY_VARIABLE
 
-__all__ = ["network_variables", "without_key", "worker_environment", "worker_variables"]
-
 
 def worker_environment(attempt: Attempt) -> dict[str, str]:
     """Return the environment of workers on this machine."""

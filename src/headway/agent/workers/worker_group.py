@@ -28,8 +28,6 @@ from headway.state import Channel, ChannelClosed, MessageChannel
 from headway.track import Recorder
 from headway.track.heartbeat import HeartbeatPages
 
-__all__ = ["WorkerGroup"]
-
 POLL_S = 0.15
 EXIT_S = 2.0
 TRIES = 20

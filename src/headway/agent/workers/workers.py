@@ -19,8 +19,6 @@ from headway.track.heartbeat import HeartbeatPages
 if TYPE_CHECKING:
     from headway.agent.nodes.store_lease import StoreLease
 
-__all__ = ["NodeLost", "TooFewNodes", "WorkerExit", "Workers"]
-
 
 class NodeLost(Exception):
     """A node was lost before it had workers, perhaps with the state that the attempt resumes from."""

@@ -18,8 +18,6 @@ from headway.agent.fd_store import FdStore
 from headway.errors import WorkerError
 from headway.state import Channel, ChannelClosed, Message
 
-__all__ = ["ZygoteClient", "ZygoteDied", "log_tail"]
-
 CLOSE_S = 10.0
 
 

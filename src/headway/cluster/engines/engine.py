@@ -23,27 +23,6 @@ from typing import Any, ClassVar, Literal
 
 from headway.errors import EngineError, UsageError
 
-__all__ = [
-    "CANCELLED",
-    "EARLY_S",
-    "OVER",
-    "REQUEUE",
-    "Engine",
-    "JobStatus",
-    "LaunchRequest",
-    "Machine",
-    "State",
-    "array_status",
-    "cannot_signal",
-    "combined_exit_status",
-    "did_you_mean",
-    "exit_reason",
-    "read_exit_report",
-    "secret_values",
-    "state_after_exit",
-    "status_from_json",
-]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MACHINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -7,18 +7,6 @@ from pathlib import Path
 
 from headway.cluster.engines.engine import LaunchRequest
 
-__all__ = [
-    "INHERITED",
-    "command_with_setup",
-    "inherited_environment",
-    "list_logs",
-    "log_folder",
-    "log_path",
-    "replace_file",
-    "start_script",
-    "task_script",
-]
-
 INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TZ", "USER")
 """Variables that every command inherits from its submitter."""
 

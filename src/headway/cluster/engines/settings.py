@@ -19,8 +19,6 @@ from typing import Any
 from headway.cluster.engines.engine import Engine, did_you_mean
 from headway.errors import UsageError
 
-__all__ = ["EngineSettings", "engine_settings", "open_engine", "settings_file"]
-
 
 @dataclass(frozen=True)
 class EngineSettings:

@@ -12,8 +12,6 @@ from pydantic_core import from_json, to_json
 from headway.cluster.engines.engine import LaunchRequest
 from headway.errors import RunError
 
-__all__ = ["Submission", "last_submission", "note_submission", "request_from_json", "request_to_json"]
-
 FORMAT = 1
 _REQUEST = TypeAdapter(LaunchRequest)
 

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from headway.cluster.scheduler.policy import Flags, Gpus, Policy, RankedJobs, Rows, gpus_above
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
-__all__ = ["BASELINES"]
-
 MAX_AGE_S = 7 * 86400.0
 """Age counts up to this."""
 AGE, SHARE, SIZE = 1000.0, 1000.0, 100.0

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple, Self, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Columns", "column"]
-
 T = TypeVar("T", bound=np.generic)
 
 

@@ -18,8 +18,6 @@ from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.scheduler.starvation_guard import reserve_for_overdue
 from headway.cluster.scheduler.what_if import WhatIf
 
-__all__ = ["MIN_RUN_S", "decide", "preemptible_from_s"]
-
 BLOCK = 1024
 """Jobs that are checked together."""
 MIN_RUN_S = 120.0

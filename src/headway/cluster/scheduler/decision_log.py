@@ -29,19 +29,6 @@ from headway.cluster.scheduler.policy import Policy
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.errors import UsageError
 
-__all__ = [
-    "DecisionMismatch",
-    "DecisionRecorder",
-    "PastState",
-    "apply_decisions",
-    "job_times",
-    "policies_in",
-    "record_of",
-    "replay",
-    "replay_until",
-    "state_at",
-]
-
 FORMAT = 1
 
 

@@ -6,8 +6,6 @@ from typing import Literal, Self
 
 from headway.cluster.scheduler.placement import Placement
 
-__all__ = ["Decision", "Reason", "ReasonCode"]
-
 
 class ReasonCode(StrEnum):
     """Why something was decided: the code that is recorded, and a sentence for people."""

@@ -18,8 +18,6 @@ from headway.cluster.scheduler.placement import Placement
 from headway.cluster.scheduler.policy import Rows
 from headway.cluster.scheduler.what_if import PAYBACK_S, WhatIf
 
-__all__ = ["Curve", "goodput", "grow_jobs", "grown_sizes", "shrink_jobs"]
-
 Curve = Sequence[tuple[int, float]]
 """GPUs, and a job's speed with them; the smallest size first."""
 

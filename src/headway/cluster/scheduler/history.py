@@ -10,8 +10,6 @@ from typing import NamedTuple
 from headway.cluster.scheduler.jobs import Job
 from headway.cluster.scheduler.runtimes import JobClass, RuntimeHistory
 
-__all__ = ["JobArrival", "JobHistory"]
-
 MAX_ARRIVALS = 5000
 SWEEP_GAP_S = 600.0
 """Similar jobs that arrive within this time belong to one sweep."""

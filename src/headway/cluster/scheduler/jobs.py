@@ -10,8 +10,6 @@ from headway.cluster.scheduler.placement import ANYWHERE
 from headway.cluster.scheduler.tenants import NO_TENANT
 from headway.errors import UsageError
 
-__all__ = ["INTERACTIVE", "INTERACTIVE_MIN_RUN_S", "KINDS", "SERVICE", "Job", "JobTable", "check_sizes"]
-
 BATCH, INTERACTIVE, SERVICE, ARRAY = range(4)
 KINDS = ("batch", "interactive", "service", "array")
 INTERACTIVE_MIN_RUN_S = 3600.0

@@ -31,8 +31,6 @@ from headway.cluster.scheduler.jobs import INTERACTIVE, SERVICE
 from headway.cluster.scheduler.policy import Flags, Gpus, Policy, RankedJobs, Rows, gpus_above
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
-__all__ = ["DUE", "LEAST_SERVED", "LeastServedPreemption"]
-
 LEVELS_GPU_S = 3600 * 2.0 * 4.0 ** np.arange(6)
 """2, 8, 32 ... 2,048 GPU-hours: a job that has had more is on the next level."""
 NEXT_S = 1800.0

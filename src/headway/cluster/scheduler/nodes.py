@@ -11,8 +11,6 @@ from headway.cluster.scheduler.columns import Columns, column
 from headway.cluster.scheduler.placement import FreeGpus
 from headway.errors import UsageError
 
-__all__ = ["DRAINING", "DRAIN_LEAD_S", "HEALTHY", "QUARANTINED", "SPARE", "STATES", "NodePool", "NodeTable"]
-
 HEALTHY, DRAINING, QUARANTINED, SPARE = range(4)
 STATES = ("healthy", "draining", "quarantined", "spare")
 DRAIN_LEAD_S = 600.0

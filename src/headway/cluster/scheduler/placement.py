@@ -14,8 +14,6 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ANYWHERE", "FreeGpus", "Placement"]
-
 ANYWHERE = -1
 """Level of a gang that may span all network domains."""
 

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
-__all__ = ["Flags", "Gpus", "Policy", "PreemptionRules", "RankedJobs", "Rows", "gpus_above"]
-
 Rows = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Gpus = NDArray[np.int64]

@@ -10,8 +10,6 @@ from headway.cluster.scheduler.placement import ANYWHERE, FreeGpus
 from headway.cluster.scheduler.policy import Flags, Rows
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
-__all__ = ["PreemptionCandidates"]
-
 
 class PreemptionCandidates:
     """Jobs that may be preempted now, at least one, and the nodes they hold."""

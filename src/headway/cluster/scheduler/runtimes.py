@@ -19,8 +19,6 @@ from collections.abc import Iterable
 from random import Random
 from typing import NamedTuple
 
-__all__ = ["JobClass", "ObservedRuntime", "RuntimeHistory", "RuntimeSampler"]
-
 MAX_RECENT = 500
 """Jobs remembered per group, at most."""
 MIN_RECENT = 32

@@ -20,9 +20,6 @@ from headway.cluster.scheduler.placement import ANYWHERE, Placement
 from headway.cluster.scheduler.tenants import NO_TENANT, TenantTable
 from headway.errors import UsageError
 
-__all__ = ["ClusterSnapshot"]
-
-
 _AS_REQUESTED = tuple(key for key in Job.__dataclass_fields__ if key not in ("name", "tenant", "sizes"))
 """Columns of a job's row that hold its request."""
 

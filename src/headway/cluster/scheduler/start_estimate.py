@@ -21,8 +21,6 @@ from headway.cluster.scheduler.runtimes import JobClass, ObservedRuntime, Runtim
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.errors import UsageError
 
-__all__ = ["FUTURES", "StartEstimate", "estimate_start", "quantile"]
-
 FUTURES = 19
 """In order, the tenth of them is P50, the eighteenth P90."""
 CYCLE_S = 30.0

@@ -18,8 +18,6 @@ from headway.cluster.scheduler.placement import ANYWHERE, FreeGpus
 from headway.cluster.scheduler.policy import Flags, Policy, PreemptionRules, RankedJobs, Rows
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
-__all__ = ["NodeReservation", "reserve_for_overdue"]
-
 
 @dataclass(frozen=True)
 class NodeReservation:

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from headway.cluster.scheduler.columns import Columns, column
 from headway.errors import UsageError
 
-__all__ = ["NO_TENANT", "TenantTable"]
-
 NO_TENANT = -1
 """Parent of a top-level tenant."""
 UNLIMITED = 2**40

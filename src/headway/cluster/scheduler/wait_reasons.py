@@ -16,8 +16,6 @@ from headway.cluster.scheduler.start_estimate import StartEstimate, estimate_sta
 from headway.cluster.scheduler.what_if import WhatIf
 from headway.errors import UsageError
 
-__all__ = ["Alternative", "Holder", "WaitExplanation", "explain_wait"]
-
 
 @dataclass(frozen=True)
 class Holder:

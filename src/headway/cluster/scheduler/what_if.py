@@ -12,8 +12,6 @@ from headway.cluster.scheduler.policy import Flags, Policy, Rows
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.scheduler.starvation_guard import NodeReservation
 
-__all__ = ["PAYBACK_S", "WhatIf"]
-
 PAYBACK_S = 1800.0
 """A start or resize must last this long to be worth a restart."""
 

@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from headway.cluster.scheduler.jobs import KINDS, Job, check_sizes
 from headway.errors import UsageError
 
-__all__ = ["JobTrace", "apportion", "check_columns", "read_number", "read_text", "read_trace"]
-
 REQUIRED, OPTIONAL = ("job_id", "submit_s", "duration_s", "num_gpus"), ("vc", "user", "deadline_s", "limit_s")
 SIMILAR = 0.85
 """Similarity, of 1, at which a column name counts as misspelled."""

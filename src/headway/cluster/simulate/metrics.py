@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.simulate.job_trace import JobTrace
 
-__all__ = ["CAUSES", "Cause", "SimulationMeter", "SimulationResult", "summary"]
-
 LONG_S = 86400.0
 Cause = Literal["preemption", "failure", "maintenance", "resize"]
 CAUSES: tuple[Cause, ...] = ("preemption", "failure", "maintenance", "resize")

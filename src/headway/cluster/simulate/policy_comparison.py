@@ -16,8 +16,6 @@ from headway.cluster.simulate.metrics import CAUSES, SimulationResult, summary
 from headway.cluster.simulate.simulator import SimulationSetup, simulate
 from headway.errors import UsageError
 
-__all__ = ["compare_policies", "find_policies", "zero_wait_bound"]
-
 
 def find_policies(names: str) -> list[Policy]:
     """Return policies by their comma-separated names."""

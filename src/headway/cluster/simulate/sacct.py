@@ -15,8 +15,6 @@ from pathlib import Path
 from headway.cluster.simulate.job_trace import read_text
 from headway.errors import UsageError
 
-__all__ = ["SacctImport", "import_sacct"]
-
 NEEDED = ("JobID", "Submit", "ElapsedRaw")
 SAMPLE = (
     "sacct --parsable2 --allusers --format JobID,Submit,ElapsedRaw,ReqTRES,AllocTRES,Account,User,TimelimitRaw,State"

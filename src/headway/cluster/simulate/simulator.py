@@ -22,8 +22,6 @@ from headway.cluster.simulate.metrics import Cause, SimulationMeter, SimulationR
 from headway.cluster.simulate.site import NodeMaintenance, Site, Tenant
 from headway.errors import UsageError
 
-__all__ = ["MaintenanceWindow", "SimulationSetup", "simulate"]
-
 CYCLE_S = 30.0
 """Minimum time between two scheduling cycles."""
 MAX_CYCLE_GAP_S = 3600.0

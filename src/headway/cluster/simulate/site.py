@@ -32,9 +32,6 @@ from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.simulate.job_trace import check_columns, read_number, read_text
 from headway.errors import UsageError
 
-__all__ = ["NodeMaintenance", "Site", "Tenant", "read_away", "read_site", "read_topology"]
-
-
 AWAY = ("node", "from_s", "to_s")
 
 

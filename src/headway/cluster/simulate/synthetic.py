@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from headway.cluster.simulate.job_trace import JobTrace, apportion
 from headway.errors import UsageError
 
-__all__ = ["WORKLOADS", "Workload", "draw_trace", "generate_trace"]
-
 DAY_S = 86400.0
 TENANTS = 6
 SINGLE = 0.6

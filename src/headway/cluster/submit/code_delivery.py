@@ -18,8 +18,6 @@ from pathlib import Path
 from headway.cluster.engines.settings import EngineSettings, engine_settings
 from headway.errors import UsageError
 
-__all__ = ["CARRIED", "CodeDelivery", "code_for", "pack_code"]
-
 CARRIED = ("PYTHONPATH", "VIRTUAL_ENV")
 """Variables of the submitter that locate code: a run trains with the submitter's code."""
 STAGE_TO = "${TMPDIR:-/tmp}"

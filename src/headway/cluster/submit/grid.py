@@ -9,8 +9,6 @@ from math import prod
 
 from headway.errors import UsageError
 
-__all__ = ["MOST", "GridAxis", "parse_grid", "point_names", "points", "short_keys"]
-
 MOST = 1000
 """Points of a sweep: Slurm's default limit for an array."""
 LONGEST = 64

@@ -16,8 +16,6 @@ from headway.errors import UsageError
 from headway.recipe import Recipe
 from headway.track import RunFolder, write_json
 
-__all__ = ["copy_package", "find_package", "record_provenance", "source_version", "sources"]
-
 RECORD, FOLDER = "code.json", "code"
 LARGEST = 64 * 2**20
 """Bytes of a package that can be copied into each run."""

@@ -28,17 +28,6 @@ from headway.track.suspects import read_suspects
 if TYPE_CHECKING:
     from headway.agent import Attempt
 
-__all__ = [
-    "SubmittedRun",
-    "cancel",
-    "describe",
-    "provisional_run",
-    "request_for",
-    "requeue",
-    "submit_run",
-    "submitted_runs",
-]
-
 CPUS_PER_GPU = 4
 """Default request of a job: the worker, its share of the agent, and data loading."""
 GIB = 2**30

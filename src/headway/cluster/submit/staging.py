@@ -25,8 +25,6 @@ from headway.cluster.engines.scripts import replace_file
 from headway.cluster.submit.provenance import sources
 from headway.errors import UsageError
 
-__all__ = ["VenvArchive", "start_script", "venv_archive", "write_archive"]
-
 LARGEST_OUTSIDE = 512 * 2**20
 """Bytes of a folder outside of the environment: a larger one holds more than code."""
 

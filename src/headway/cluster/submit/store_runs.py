@@ -24,21 +24,6 @@ from headway.track import RunFolder, read_recipe, run_id
 if TYPE_CHECKING:
     from headway.state.object_store import ObjectStore
 
-__all__ = [
-    "Progress",
-    "check_store",
-    "commit",
-    "delete_run",
-    "delete_runs",
-    "for_each",
-    "is_committed",
-    "revoke",
-    "run_of_array_task",
-    "sweep_address",
-    "upload_run",
-    "upload_runs",
-]
-
 IN_FLIGHT = 8
 """Runs that are uploaded, deleted or fetched at a time."""
 PATIENCE_S = 120.0

@@ -12,8 +12,6 @@ from headway.cluster.submit.sweep_sync import SweepSync
 from headway.cluster.submit.sweeps import Sweep, submitted_sweep_runs
 from headway.track import RunFolder, read_metrics, summarize
 
-__all__ = ["SweepResult", "best", "ranked_by", "sweep_results", "wait_for_sweep"]
-
 POLL_S = {"local": 0.5}
 POLL_OTHERS_S = 2.0
 """Between queries to an engine that others share."""

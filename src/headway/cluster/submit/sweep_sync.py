@@ -18,8 +18,6 @@ from headway.cluster.submit.store_runs import Progress, for_each
 from headway.cluster.submit.sweeps import Sweep, exclusive_lock, folder_of_sweep
 from headway.track import lock_holder, summarize, write_json
 
-__all__ = ["SweepSync"]
-
 EVERY_S = 15.0
 """Between two rounds of queries; agents upload new records every minute and at checkpoints."""
 PATIENCE_S = 10.0

@@ -49,23 +49,6 @@ from headway.hardware import Cluster, default_cluster, devices, known_chip, pars
 from headway.recipe import Recipe, load_recipe
 from headway.track import RunFolder, run_id, write_json
 
-__all__ = [
-    "Sweep",
-    "SweepRequest",
-    "SweepRun",
-    "cancel_sweep",
-    "describe_sweep",
-    "exclusive_lock",
-    "find_sweep",
-    "folder_of_sweep",
-    "is_sweep",
-    "list_sweeps",
-    "request_sweep",
-    "requeue_sweep",
-    "start_sweep",
-    "submitted_sweep_runs",
-]
-
 FORMAT = 1
 RECORD, READY, MAKING, OF_RUN = "sweep.json", "ready.json", "making.json", "sweep.json"
 PATIENCE_S = 120

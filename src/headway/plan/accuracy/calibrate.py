@@ -18,8 +18,6 @@ from headway.plan.rates import ModelRates, generation
 from headway.plan.settings import LOW
 from headway.plan.step import step
 
-__all__ = ["Calibration", "as_json", "calibrate", "fit", "predict"]
-
 Array = NDArray[np.float64]
 
 NAMES = tuple(item.name for item in fields(Efficiencies))

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from headway.plan.settings import Mesh, Recompute, Software
 from headway.plan.trainer import headway_software
 
-__all__ = ["PROGRAMS", "Program", "program_of"]
-
 
 @dataclass(frozen=True)
 class Program:

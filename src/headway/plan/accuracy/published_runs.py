@@ -20,8 +20,6 @@ from headway.plan.flops import flops_per_token, flops_per_token_full_attention, 
 from headway.plan.memory import memory
 from headway.plan.settings import Mesh, Recompute, Settings
 
-__all__ = ["ITERATION_COLUMNS", "RUN_COLUMNS", "PublishedRun", "UnmodelledRun", "read_case", "read_iteration"]
-
 Line = Mapping[str, str]
 
 RUN_COLUMNS = ("source", "layers", "hidden", "heads", "seq_len", "gpu", "n_gpus")

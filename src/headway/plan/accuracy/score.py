@@ -28,8 +28,6 @@ from headway.plan.costs import make_cost_model
 from headway.plan.efficiencies import fitted_parameters
 from headway.plan.estimate import estimate
 
-__all__ = ["AccuracyReport", "ScoredRun", "Scores", "as_json", "read_cases", "score", "score_file"]
-
 CORE = ("a100", "a100-40", "h100", "h200")
 """Chips whose dense runs count towards the accuracy goals."""
 

@@ -21,8 +21,6 @@ from headway.recipe.model import Config, HfTensor, Model, Shapes, linear
 from headway.recipe.rope import RotaryModel, given, rope_settings, scaling_from
 from headway.recipe.section import DERIVED, NotNegative, Positive
 
-__all__ = ["DeepSeekV3"]
-
 KIND = "deepseek_v3"
 DEFAULTS = {
     "expert_hidden": ("moe_intermediate_size", 2048),

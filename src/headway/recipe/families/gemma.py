@@ -23,8 +23,6 @@ from headway.recipe.model import Config, Model, Shapes
 from headway.recipe.rope import RotaryModel, given, rope_settings, scaling_from
 from headway.recipe.section import NotNegative, Positive
 
-__all__ = ["Gemma", "Gemma2", "Gemma3", "GemmaLike", "GemmaWindowed"]
-
 GELU = "gelu_pytorch_tanh"
 Cap = Annotated[float, Field(ge=0)]
 

@@ -12,19 +12,6 @@ from headway.recipe.model import Config, HfTensor, Model, Shapes, linear
 from headway.recipe.rope import given
 from headway.recipe.section import Positive
 
-__all__ = [
-    "GPT2",
-    "Activation",
-    "activation_name",
-    "activation_of",
-    "fused",
-    "layer_norm",
-    "plain_mlp_tensors",
-    "refuse_quantized",
-    "refuse_uneven",
-    "with_more",
-]
-
 Activation = Literal["gelu", "gelu_tanh"]
 """GELU, exact or with the tanh approximation."""
 

@@ -14,8 +14,6 @@ from headway.recipe.model import Config, HfTensor, Model, Shapes
 from headway.recipe.rope import given
 from headway.recipe.section import Positive
 
-__all__ = ["GptOss"]
-
 AboveZero = Annotated[float, Field(gt=0)]
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,

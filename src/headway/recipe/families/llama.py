@@ -7,18 +7,6 @@ from headway.recipe.architecture import Architecture
 from headway.recipe.model import Config, Model, Shapes, linear
 from headway.recipe.rope import RotaryModel, given, rope_settings, rotary_config, scaling_from
 
-__all__ = [
-    "Llama",
-    "LlamaLike",
-    "attention_tensors",
-    "checked",
-    "common_config",
-    "costs",
-    "mlp_tensors",
-    "refuse_what_differs",
-    "sizes",
-]
-
 NUMBERS = {
     "vocab_size": "vocab_size",
     "layers": "num_hidden_layers",

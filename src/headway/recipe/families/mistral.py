@@ -8,8 +8,6 @@ from headway.recipe.families.llama import Llama, LlamaLike, checked, common_conf
 from headway.recipe.model import Config, Model
 from headway.recipe.section import Positive
 
-__all__ = ["Mistral"]
-
 
 class Mistral(LlamaLike):
     """Llama with a sliding window in every layer."""

@@ -20,8 +20,6 @@ from headway.recipe.model import Config, HfTensor, Model, Shapes, linear
 from headway.recipe.rope import given, rope_settings, scaling_from
 from headway.recipe.section import Positive
 
-__all__ = ["Mixtral", "MixtureLike", "expert_tensors", "split_experts"]
-
 
 class MixtureLike(LlamaLike):
     """Base of MoE families with softmax routers."""

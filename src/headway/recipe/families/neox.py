@@ -21,8 +21,6 @@ from headway.recipe.families.llama import NUMBERS, attention_tensors, checked, c
 from headway.recipe.model import Config, HfTensor, Model, Shapes
 from headway.recipe.rope import RotaryModel, given, rope_settings, rotary_config, scaling_from
 
-__all__ = ["NeoX"]
-
 
 class NeoX(RotaryModel):
     """A decoder of the GPT-NeoX family."""

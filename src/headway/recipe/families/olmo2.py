@@ -18,8 +18,6 @@ from headway.recipe.families.llama import (
 from headway.recipe.model import Config, Model, Shapes
 from headway.recipe.rope import RotaryModel, given, rope_settings, scaling_from
 
-__all__ = ["OLMo2"]
-
 
 class OLMo2(RotaryModel):
     """A decoder of the OLMo 2 family."""

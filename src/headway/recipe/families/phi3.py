@@ -16,8 +16,6 @@ from headway.recipe.model import Config, HfTensor, Model
 from headway.recipe.rope import given, rope_settings, scaling_from
 from headway.recipe.section import NotNegative
 
-__all__ = ["Phi3"]
-
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attention_dropout")
 SWITCHES = ("qk_norm", "qkv_bias", "output_bias", "mlp_bias")
 

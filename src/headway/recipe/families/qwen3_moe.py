@@ -11,8 +11,6 @@ from headway.recipe.model import Config, Model
 from headway.recipe.rope import given
 from headway.recipe.section import DERIVED, NotNegative, Positive
 
-__all__ = ["Qwen3Moe"]
-
 
 class Qwen3Moe(MixtureLike):
     """Qwen3 with many narrow experts in most layers."""

@@ -8,8 +8,6 @@ from headway.recipe.model import Config, Model
 from headway.recipe.rope import given
 from headway.recipe.section import NotNegative
 
-__all__ = ["SmolLM3"]
-
 
 class SmolLM3(LlamaLike):
     """Llama without rotary positions in some layers."""

@@ -25,8 +25,6 @@ from headway.train.optim.parameter_state import (
 )
 from headway.train.optim.rounding import RoundingBits
 
-__all__ = ["adafactor", "adafactor_states"]
-
 EXPONENT = -0.8
 """The decay of second moments is 1 - step ** EXPONENT."""
 LEAST_SQUARE = 1e-30

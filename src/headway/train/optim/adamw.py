@@ -22,8 +22,6 @@ from headway.train.optim.eightbit import BLOCK, blocks, codebook, decode, encode
 from headway.train.optim.parameter_state import ParameterState, State, laid_out, opened, zeros_like
 from headway.train.optim.rounding import RoundingBits
 
-__all__ = ["adamw", "adamw_states", "eightbit_states", "fused_adamw"]
-
 REGISTER = 16
 """float32 lanes of the widest CPU register."""
 BUCKET_ELEMENTS = 1 << 25

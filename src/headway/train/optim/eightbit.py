@@ -14,8 +14,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "blocks", "codebook", "decode", "encode"]
-
 BLOCK = 256
 POWERS = 7
 

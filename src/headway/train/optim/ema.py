@@ -10,8 +10,6 @@ from headway.parallel.local_part import to_local
 from headway.state.tensors import ModelShare, named_parameters
 from headway.train.optim.parameter_state import opened, zeros_like
 
-__all__ = ["WeightEma"]
-
 
 class WeightEma:
     """The EMA of each trained parameter: starts as the weights, and is updated after each step."""

@@ -14,8 +14,6 @@ from headway.recipe import ModelLayout, Train
 from headway.recipe.patterns import first_match, matched
 from headway.state.tensors import ModelShare, named_parameters
 
-__all__ = ["Rule", "freeze", "groups_of", "lower", "set_step", "widen_gradients"]
-
 Rule = Literal["adamw", "adamw-8bit", "muon", "adafactor"]
 LEAST_EIGHTBIT = 4096
 """Fewest elements of a parameter with 8-bit moments; smaller ones stay in float32, as usual."""

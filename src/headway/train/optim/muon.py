@@ -24,8 +24,6 @@ from headway.state.box import Box
 from headway.train.optim.parameter_state import ParameterState, State, opened, shard_group, zeros_like
 from headway.train.optim.rounding import RoundingBits
 
-__all__ = ["muon", "muon_states", "orthogonalized"]
-
 QUINTIC = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 LEAST_NORM = 1e-7

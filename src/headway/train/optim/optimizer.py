@@ -22,9 +22,6 @@ from headway.train.optim.muon import muon, muon_states
 from headway.train.optim.parameter_state import ParameterState, State, trained, zeros_like
 from headway.train.optim.rounding import RoundingBits
 
-__all__ = ["RuleOptimizer", "build_optimizer", "clip"]
-
-
 FUSED = ("adamw", "adamw-8bit")
 """Rules with a fused kernel over all tensors."""
 

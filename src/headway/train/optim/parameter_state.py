@@ -19,18 +19,6 @@ from headway.state.box import Box
 from headway.state.tensors import box_of, boxes_of
 from headway.train.optim.rounding import RoundingBits, to_bfloat16
 
-__all__ = [
-    "ParameterState",
-    "State",
-    "add_up",
-    "laid_out",
-    "opened",
-    "shard_group",
-    "sharded_axes",
-    "trained",
-    "zeros_like",
-]
-
 State = dict[str, Tensor]
 
 

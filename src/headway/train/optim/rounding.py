@@ -22,9 +22,6 @@ from torch import Tensor
 
 from headway.state.box import Box
 
-__all__ = ["RoundingBits", "to_bfloat16"]
-
-
 OTHER = 0x9E3779B1 - 2**32
 """An odd number: the upper half of a product with it depends on all bits of the other factor."""
 

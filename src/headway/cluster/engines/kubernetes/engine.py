@@ -19,8 +19,6 @@ from headway.cluster.engines.engine import REQUEUE, Engine, JobStatus, LaunchReq
 from headway.cluster.engines.scripts import command_with_setup
 from headway.errors import EngineError, UsageError
 
-__all__ = ["KubernetesEngine", "job_sets"]
-
 SITE = {
     "image": "container image with headway in it",
     "claim": "volume claim that all pods share",

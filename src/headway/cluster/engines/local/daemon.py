@@ -34,8 +34,6 @@ from headway.cluster.engines.local.jobs import (
 from headway.cluster.engines.scripts import log_path, start_script, task_script
 from headway.cluster.engines.submissions import request_from_json
 
-__all__ = ["SOCKET", "main"]
-
 SOCKET = "owner.sock"
 POLL_S = 0.2
 LINGER_S = 3.0

@@ -37,8 +37,6 @@ from headway.cluster.engines.submissions import request_to_json
 from headway.errors import EngineError, UsageError
 from headway.hardware import devices
 
-__all__ = ["LocalEngine"]
-
 START_S = 20.0
 """How long a daemon may take to start."""
 ANSWER_S = 60.0

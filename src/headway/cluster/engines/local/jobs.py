@@ -23,8 +23,6 @@ from headway.cluster.engines.engine import OVER, JobStatus, LaunchRequest, State
 from headway.cluster.engines.scripts import log_folder, replace_file
 from headway.errors import EngineError
 
-__all__ = ["LocalJob", "MachineCapacity", "free_capacity", "is_locked", "read_job", "startable", "write_job"]
-
 RECORD = "job.json"
 _ID = re.compile(r"[0-9a-f]+(_[0-9]+)?")
 

@@ -6,8 +6,6 @@ from contextlib import asynccontextmanager
 
 from headway.cluster.engines.ray.job import RayJob
 
-__all__ = ["ArrayThrottle"]
-
 
 class ArrayThrottle:
     """Queues the tasks of each array. Used from the controller's event loop only."""

@@ -20,8 +20,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["descendants", "main"]
-
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NOT_FOUND, NOT_STARTED = 127, 126
 """As shells exit if a program is not found, and if it cannot be started."""

@@ -35,8 +35,6 @@ from headway.cluster.engines.ray.task import run_command
 from headway.cluster.engines.scripts import log_folder
 from headway.cluster.engines.submissions import request_from_json
 
-__all__ = ["RayJobController"]
-
 SETTLE_S = 2.0
 """How long after a controller's death its commands have certainly been killed."""
 _CALLED_OFF = TaskExit(0, lost="called off")

@@ -16,8 +16,6 @@ from headway.cluster.engines.ray.engine import RayEngine, ray_errors
 from headway.data import TextTokenizer
 from headway.data.encoders import Encoders
 
-__all__ = ["encode_texts", "ray_encoders"]
-
 BATCH_CHARS = 1 << 20
 AHEAD_PER_CORE = 2
 """Batches in flight per core: one being encoded, one on its way."""

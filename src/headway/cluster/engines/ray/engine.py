@@ -34,8 +34,6 @@ from headway.cluster.engines.scripts import inherited_environment, list_logs
 from headway.cluster.engines.submissions import request_to_json
 from headway.errors import EngineError, UsageError
 
-__all__ = ["RayEngine", "ray_errors"]
-
 NAMESPACE = "headway"
 CONNECT_S = 5.0
 ANSWER_S = 60.0

@@ -12,8 +12,6 @@ from headway.cluster.engines.ray.rules import WELL_S, NextState, TaskExit, next_
 from headway.cluster.engines.scripts import command_with_setup, log_folder, log_path
 from headway.cluster.engines.submissions import request_from_json
 
-__all__ = ["WAITING_FOR_RESOURCES", "RayJob", "task_order"]
-
 WARN = f"signal {int(signal.SIGUSR1)}"
 """The message to commands before they are killed."""
 WAITING_FOR_RESOURCES = "waiting for resources"

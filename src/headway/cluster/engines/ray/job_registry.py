@@ -7,8 +7,6 @@ from headway.cluster.engines.engine import OVER, State, array_status, status_fro
 from headway.cluster.engines.ray.job import RayJob
 from headway.cluster.engines.ray.kv_store import RayKvStore
 
-__all__ = ["RayJobRegistry"]
-
 HISTORY = 2000
 """Jobs that are over and still known."""
 

@@ -4,8 +4,6 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-__all__ = ["RayKvStore"]
-
 NAMESPACE = b"headway"
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from headway.errors import EngineError
 
-__all__ = ["LOOPBACK", "ensure_local_cluster"]
-
 START_S = 60.0
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """The first is Ray's switch for single machines: everything listens on 127.0.0.1 only."""

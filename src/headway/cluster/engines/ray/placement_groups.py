@@ -13,8 +13,6 @@ from headway.cluster.engines.ray.rules import (
     resource_shape,
 )
 
-__all__ = ["PlacementGroups", "heir"]
-
 MAX_PENDING = 32
 """Placement groups requested from Ray at a time; it retries all of them whenever something becomes free."""
 

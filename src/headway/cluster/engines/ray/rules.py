@@ -18,25 +18,6 @@ from headway.cluster.engines.engine import (
 )
 from headway.errors import UsageError
 
-__all__ = [
-    "SITE",
-    "STRATEGIES",
-    "WELL_S",
-    "NextState",
-    "TaskExit",
-    "bundle",
-    "lost_machine",
-    "machines_from_nodes",
-    "machines_to_avoid",
-    "must_stop",
-    "next_state",
-    "placement_strategy",
-    "resource_shape",
-    "restart_delay_s",
-    "task_exit",
-    "why_never_fits",
-]
-
 STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 """Ray's placement strategies: one process per machine, the same if possible, few machines if possible, one machine."""
 SITE = {

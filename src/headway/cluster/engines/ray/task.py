@@ -13,8 +13,6 @@ from pydantic_core import to_json
 from headway.cluster.engines.engine import read_exit_report
 from headway.cluster.engines.ray import command_runner
 
-__all__ = ["run_command"]
-
 SOON_S, LATER_S = 0.01, 0.2
 """How often to check whether the command has exited: at first, and after a while."""
 RAY_VARIABLES = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")

@@ -10,8 +10,6 @@ from headway.cluster.engines.engine import EARLY_S, REQUEUE, LaunchRequest, did_
 from headway.cluster.engines.scripts import task_script
 from headway.errors import UsageError
 
-__all__ = ["SITE", "batch_script", "check_site", "slurm_task"]
-
 SITE = {
     "partition": "the partition, or several, comma-separated",
     "account": "the account that pays",

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from headway.cluster.engines.scripts import inherited_environment
 from headway.errors import EngineError, UsageError
 
-__all__ = ["PATIENCE_S", "SlurmRefused", "run"]
-
 PATIENCE_S = 60.0
 """Timeout of a command: a controller under load is slow."""
 

@@ -64,8 +64,6 @@ from headway.cluster.engines.slurm.parse import (
 )
 from headway.errors import EngineError, UsageError
 
-__all__ = ["SlurmEngine"]
-
 JOBS_PER_QUERY = 500
 """Jobs that one command is asked about."""
 CLEARED_S = 10.0

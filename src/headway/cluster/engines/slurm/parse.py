@@ -16,26 +16,6 @@ from headway.cluster.engines.engine import (
 )
 from headway.errors import EngineError, UsageError
 
-__all__ = [
-    "ACCOUNTS",
-    "COMMENTS",
-    "NODES",
-    "PARTITIONS",
-    "QUEUE",
-    "CommentState",
-    "Partition",
-    "ScriptState",
-    "SlurmJobRow",
-    "check_room",
-    "job_status",
-    "parse_accounts",
-    "parse_comments",
-    "parse_nodes",
-    "parse_partitions",
-    "parse_queue",
-    "select_partitions",
-]
-
 QUEUE = "%i|%T|%r|%S"
 """squeue: job, state, reason for waiting, (expected) start time."""
 COMMENTS = "JobArrayID:|,Comment:|"

@@ -10,8 +10,6 @@ from headway.cluster.engines.engine import REQUEUE
 from headway.cluster.engines.slurm.parse import Partition
 from headway.errors import EngineError
 
-__all__ = ["Advice", "advise", "parse_configuration", "slurm_template"]
-
 
 @dataclass(frozen=True)
 class Advice:
