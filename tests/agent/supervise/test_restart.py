@@ -327,7 +327,7 @@ def test_agent_requests_saves_after_a_restart(lab, recipe) -> None:
         os.kill(worker["pid"], signal.SIGKILL)
 
     when(lambda: events_so_far(lab, "checkpoint"), kill_worker_1)
-    when(lambda: len(events_so_far(lab, "checkpoint", attempt=2)) >= 2, send(signal.SIGTERM))
+    when(lambda: len(events_so_far(lab, "checkpoint", attempt=2)) >= 3, send(signal.SIGTERM))
     settings = SETTINGS | AUTO | {"checkpoint.memory_every_steps": 0}
     lived = lab.train(recipe(settings), workers=2, faults=SLOWLY)
     assert lived.outcome.state == "stopped", lived.outcome
