@@ -407,8 +407,8 @@ def test_calibration_reports_its_error(tmp_path: Path) -> None:
 
     good, bad = calibrated(1.0), calibrated(0.05)
     assert "calibrated to 18 runs" in good
-    assert "mistrust" not in good
-    assert "mistrust the plan" in bad
+    assert "poor fit" not in good
+    assert "poor fit to these runs" in bad
 
 
 def test_absurd_sizes_fail_at_once() -> None:
@@ -427,5 +427,5 @@ def test_another_model_is_not_offered_for_training(tmp_path: Path) -> None:
     (tmp_path / "mix.json").write_text(json.dumps(config), encoding="utf-8")
     done = call(LLAMA, "--on", "h100x8x2", "--model", str(tmp_path / "mix.json"))
     assert done.output.startswith("mix  46.7B parameters")
-    assert "this version does not run the best plan" in done.output  # which shares experts out
+    assert "the trainer cannot run the best plan" in done.output  # which shares experts out
     assert "headway train" not in done.output

@@ -104,7 +104,7 @@ def test_failed_run_does_not_block_the_others(desk: Desk) -> None:
     assert (status, out.splitlines()[0].startswith("f: 3 runs, job ")) == (0, True)
     (desk.runs / "f-seed_2" / "recipe.json").write_text("{}")
     status, out, err = desk.type("sweep", "r.toml", *grid)
-    assert "was submitted before" in err
+    assert "is already submitted" in err
     assert status == 1
     assert sorted(line.split()[-1] for line in out.splitlines()[1:4]) == ["failed", "finished", "finished"]
     starts = [summarize(RunFolder(desk.runs / f"f-seed_{seed}")) for seed in (1, 3)]
@@ -138,7 +138,7 @@ def test_interrupted_wait_can_be_resumed_and_cancelled(desk: Desk) -> None:
 
 KILLED = """
 import os, sys
-from headway.cluster import sweeps
+from headway.cluster.submit import sweeps
 real = sweeps.{what}
 def die(*words, **more):
     if {when}:
@@ -154,7 +154,7 @@ main()
     ("what", "when"),
     [
         # one run is made; all are; the engine has it, and one run knows; all know
-        pytest.param("made_run", "words[3].endswith('2e-2')", marks=pytest.mark.slow),
+        pytest.param("provisional_run", "words[3].endswith('2e-2')", marks=pytest.mark.slow),
         pytest.param("request_for", "words[0].run.name.endswith('2e-2')", marks=pytest.mark.slow),
         pytest.param("note_submission", "words[0].name.endswith('2e-2')", marks=pytest.mark.slow),
         pytest.param(

@@ -186,11 +186,11 @@ def test_half_a_parquet_file_is_refused(tmp_path):
 
 STREAM = """
 import resource, sys
-from headway.data.sources import Reading, find_sources, read_blocks
+from headway.data.sources import ReadOptions, find_sources, read_blocks
 import pyarrow, pyarrow.parquet
-list(read_blocks(find_sources([sys.argv[1]])[0], Reading()))
+list(read_blocks(find_sources([sys.argv[1]])[0], ReadOptions()))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-positions = [block.position for block in read_blocks(find_sources([sys.argv[2]])[0], Reading())]
+positions = [block.position for block in read_blocks(find_sources([sys.argv[2]])[0], ReadOptions())]
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, positions == sorted(positions), positions[-1])
 """
 
