@@ -18,7 +18,7 @@ from headway.cli.lazy import LazyCommands
 from headway.errors import HeadwayError
 
 ENVIRONMENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-"""Errors of disks and permissions: nobody's bug, reported without a traceback."""
+"""Errors of disks and permissions, not bugs: reported without a traceback."""
 
 VERBS: dict[str, dict[str, str]] = {
     "Plan and prepare": {

@@ -70,7 +70,7 @@ def sample(
 
 def _ask(request: dict[str, Any]) -> Iterator[tuple[int, str]]:
     """Start the sampling process; yield (prompt index, piece of text) as they come; raise the error it reports."""
-    # Files, not pipes, for input and log: nobody reads or writes them while we read the output.
+    # Files, not pipes, for input and log: a full pipe would block while we read the output.
     with tempfile.TemporaryFile() as request_file, tempfile.TemporaryFile() as log:
         request_file.write(json.dumps(request).encode())
         request_file.seek(0)

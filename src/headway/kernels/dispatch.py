@@ -118,7 +118,7 @@ def attention(
             return KernelChoice("sdpa", "PyTorch picks among those whose bits it says repeat")
         return KernelChoice("cudnn", "the fastest for causal attention since Hopper") if _latest() else _FLASH
     if device == "cuda" and "attention" not in _plain and head >= LEAST_HEAD:
-        return KernelChoice("flex", "skips blocks of tokens that nobody sees, and bends scores on the way")
+        return KernelChoice("flex", "skips masked blocks and applies score modifications in the kernel")
     if capped or sinks:
         return KernelChoice("plain", "scores of all pairs in memory")
     return KernelChoice("masked", "PyTorch's kernel, given who sees whom")

@@ -212,7 +212,7 @@ def unplanned(recipe: Recipe, old: RunPlan) -> Recipe:
 
 
 def _unchanged(recipe: Recipe, old: RunPlan) -> dict[str, Any]:
-    """Return what the plan filled in and nobody has changed since."""
+    """Return what the plan filled in and the user has not changed since."""
     return {key: value for key, value in old.chosen.items() if _value(recipe, key) == value}
 
 

@@ -89,7 +89,7 @@ def leader_answers(run: RunFolder) -> bool:
 
 def acquire_store_lease(attempt: Attempt, fd_store: FdStore, lead: str, host: str = "", port: int = 0) -> "StoreLease":
     """The lease in the object store: that of the agent before this one under the same launcher, or the next. Without
-    host and port, nobody is to call: the run is on one machine."""
+    host and port no node joins: the run is on one machine."""
     from headway.agent.nodes.store_lease import StoreLease  # only runs that name a store need its library
 
     run, before = attempt.folder, fd_store.get("witness")

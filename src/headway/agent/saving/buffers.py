@@ -112,7 +112,7 @@ class RecoveredState:
     filled: list[tuple[int, int, int]] = field(default_factory=list)
     """Rank, buffer and step of states that are complete, or that workers still complete."""
     stale: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Rank, buffer, step and attempt of states that nobody will complete."""
+    """Rank, buffer, step and attempt of states that no worker will complete."""
     newest_step: int = -1
     """Of this attempt's complete states; what workers report up to it is known already."""
 

@@ -128,7 +128,7 @@ def _start(queue: _Queue, job: LocalJob, gpus: tuple[str, ...]) -> None:
     (own / "start.sh").write_text(start_script(own / "task.sh", log_path(job.logs, number), own))
     for name in ("pid", "exit"):
         (own / name).unlink(missing_ok=True)
-    # Recorded before it happens: a daemon that dies in between leaves a start whose lock nobody holds, which has
+    # Recorded before it happens: a daemon that dies in between leaves a start whose lock is free, which has
     # failed.
     queue.update(
         job, state="running", reason="", starts=number, gpus=gpus, started=time.time(), told=None, boot=_boot_id()

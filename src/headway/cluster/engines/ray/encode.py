@@ -64,7 +64,7 @@ class _RayEncoders(Encoders):
         return np.split(tokens, np.cumsum(lengths)[:-1])
 
     def close(self) -> None:
-        """Cancel what nobody waits for any more."""
+        """Cancel tasks whose results are no longer needed."""
         for task in self._pending:
             self._ray.cancel(task)
 

@@ -340,7 +340,7 @@ class SlurmEngine(Engine):
     # -- records
 
     def _record(self, number: str, job: Path, request: LaunchRequest) -> None:
-        """Record the folder of a job; cancel the job if that fails, since nobody could find it."""
+        """Record the folder of a job; cancel the job if that fails, since it could not be found again."""
         fields = {"format": 1, "name": request.name, "folder": str(job), "array": request.array}
         fields |= {"shared": request.shared, "grace_s": request.grace_s}
         try:
