@@ -42,6 +42,7 @@ def headway(*words: object, folder: Path) -> Done:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("logs")
     (made / "log.csv").write_text(LOG)
+    (made / "gangs.csv").write_text("job_id,submit_s,duration_s,num_gpus\ng,0,60,16\n")
     done = headway("simulate", "log.csv", "--on", "a100x8x3", "--record", "kept", "--plot", "p.png", folder=made)
     assert done.returncode == 0, done.stderr
     (made / "screen.txt").write_text(done.stdout)
@@ -64,6 +65,34 @@ def test_json_has_every_policy_and_the_bound(folder: Path) -> None:
     for numbers in told["policies"].values():
         assert wanted <= set(numbers)
         assert numbers["mean_jct_s"] >= told["without_waiting"]["mean_jct_s"]
+
+
+def test_oversized_jobs_are_skipped_counted_and_listed(folder: Path) -> None:
+    asked = ("simulate", "log.csv", "--on", "a100x8x1", "--policy", "headway,fifo")
+    sixteen = [f"j{number}" for number in range(60) if number % 5 == 4]
+    done = headway(*asked, "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["skipped"] == [f"job {name} requests 16 GPUs; the largest gang is 8" for name in sixteen]
+    assert answer["jobs"] == 48
+    assert [figures["jobs"] for figures in answer["policies"].values()] == [48, 48]
+    lines = headway(*asked, folder=folder).stdout.splitlines()
+    assert lines[0].startswith("48 jobs of 2 tenants")
+    assert lines[1] == "skipped 12 jobs that cannot run here:"
+    assert lines[2] == "  job j4 requests 16 GPUs; the largest gang is 8"
+    assert lines[12] == "  and 2 more, which --json lists"
+
+
+def test_skipped_jobs_do_not_change_the_others(folder: Path) -> None:
+    """The same log without its oversized jobs gives the same figures."""
+    kept = [line for line in LOG.splitlines() if line.split(",")[3] != "16"]
+    (folder / "kept.csv").write_text("\n".join(kept) + "\n")
+    both = [
+        json.loads(headway("simulate", file, "--on", "a100x8x1", "--policy", "fifo", "--json", folder=folder).stdout)
+        for file in ("log.csv", "kept.csv")
+    ]
+    assert both[0]["policies"] == both[1]["policies"]
+    assert both[1]["skipped"] == []
 
 
 def test_record_is_replayed_and_explained(folder: Path) -> None:
@@ -103,7 +132,7 @@ def test_progress_is_printed_every_ten_seconds_without_a_terminal(capsys: pytest
     [
         (["simulate", "none.csv", "--on", "a100x8x3"], "no such file: none.csv"),
         (["simulate", "log.csv", "--on", "a100x8x3", "--policy", "best"], "unknown policy 'best'"),
-        (["simulate", "log.csv", "--on", "a100x8x1"], "requests 16 GPUs; the largest gang is 8"),
+        (["simulate", "gangs.csv", "--on", "a100x8x1"], "no job of the trace can run here; job g requests 16 GPUs"),
         (["simulate", "log.csv", "--on", "a100x8x3", "--spares", "3"], "--spares 3 leaves none of 3 nodes"),
         (["simulate", "log.csv", "--on", "abacus"], "abacus"),
         (["simulate", "log.csv"], "no cluster given"),

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from headway.cluster.simulate import (
     read_site,
     read_topology,
     read_trace,
+    skip_oversized,
     summary,
     zero_wait_bound,
 )
@@ -33,6 +34,8 @@ from headway.errors import UsageError
 from headway.hardware import load_cluster, parse_on
 
 USUAL_LOAD = 0.8
+MAX_SKIPPED_LINES = 10
+"""Skipped jobs that the table lists."""
 
 
 def simulate(
@@ -114,7 +117,7 @@ def simulate(
     )
     if spares >= nodes:
         raise UsageError(f"--spares {spares} leaves none of {nodes} nodes", hint="use fewer spares")
-    trace = _jobs(trace_file, workload, setup, jobs, load)
+    trace, skipped = skip_oversized(_jobs(trace_file, workload, setup, jobs, load), setup, policies)
     if record is not None:
         _new_folder(record)
     if plot is not None:
@@ -126,9 +129,10 @@ def simulate(
         _draw(outcomes, plot)
     if json:
         limits = {"jobs": len(trace), "gpus": setup.gpus, "without_waiting": zero_wait_bound(trace)}
+        limits |= {"skipped": [error.message for error in skipped]}
         print_json(limits | {"policies": summaries})
     else:
-        print("\n".join(_table(trace, setup, summaries, zero_wait_bound(trace))))
+        print("\n".join(_table(trace, setup, summaries, zero_wait_bound(trace), skipped)))
 
 
 def _where(
@@ -200,13 +204,22 @@ def _progress_lines(jobs: int, clock: Callable[[], float] = time.monotonic) -> C
 
 
 def _table(
-    trace: JobTrace, setup: SimulationSetup, summaries: dict[str, dict[str, Any]], bound: dict[str, Any]
+    trace: JobTrace,
+    setup: SimulationSetup,
+    summaries: dict[str, dict[str, Any]],
+    bound: dict[str, Any],
+    skipped: Sequence[UsageError] = (),
 ) -> Iterator[str]:
     span = _short(trace.submit_s[-1] - trace.submit_s[0])
     jobs = "one job" if len(trace) == 1 else f"{len(trace):,} jobs"
     spares = f", spare nodes: {setup.spares}" if setup.spares else ""
     tenants = f"{len(trace.tenants)} tenants" if len(trace.tenants) > 1 else "one tenant"
     yield f"{jobs} of {tenants} in {span}, on {setup.gpus:,} GPUs ({setup.per_node} per node{spares})"
+    if skipped:
+        yield f"skipped {'one job' if len(skipped) == 1 else f'{len(skipped):,} jobs'} that cannot run here:"
+        yield from (f"  {error.message}" for error in skipped[:MAX_SKIPPED_LINES])
+        if len(skipped) > MAX_SKIPPED_LINES:
+            yield f"  and {len(skipped) - MAX_SKIPPED_LINES:,} more, which --json lists"
     yield ""
     yield f"{'':8}{'completion':>18}  {'delay':>27}  {'GPUs':>5}  {'owed':>5}  {'stops':>6}"
     yield f"{'':8}{'mean':>9}{'p99':>9}  {'mean':>9}{'p99':>9}{'worst':>9}  {'used':>5}"

@@ -24,6 +24,10 @@ _AS_REQUESTED = tuple(key for key in Job.__dataclass_fields__ if key not in ("na
 """Columns of a job's row that hold its request."""
 
 
+class OversizedJobError(UsageError):
+    """A job requests more GPUs than it can ever have here."""
+
+
 class ClusterSnapshot:
     """Nodes, tenants and jobs; events such as `submit`, `start` and `fail` are methods that update it."""
 
@@ -130,7 +134,7 @@ class ClusterSnapshot:
         if job.gpus > min(largest, allowed):
             where = f" within one {job.within}" if job.within else ""
             limit = f"the largest gang is {largest}" if largest <= allowed else f"{job.tenant} may use {allowed}"
-            raise UsageError(
+            raise OversizedJobError(
                 f"job {job.name} requests {job.gpus} GPUs{where}; {limit}", hint=f"at most {min(largest, allowed)}"
             )
 

@@ -13,7 +13,7 @@ import io
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,22 @@ class JobTrace:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def only(self, kept: NDArray[np.bool_]) -> "JobTrace":
+        """Return some of the jobs."""
+        rows = np.flatnonzero(kept)
+        return replace(
+            self,
+            names=tuple(self.names[row] for row in rows),
+            submit_s=self.submit_s[rows],
+            duration_s=self.duration_s[rows],
+            gpus=self.gpus[rows],
+            tenant=self.tenant[rows],
+            limit_s=self.limit_s[rows],
+            deadline_s=self.deadline_s[rows],
+            users=tuple(self.users[row] for row in rows) if self.users else (),
+            extra=tuple(self.extra[row] for row in rows) if self.extra else (),
+        )
 
     def demand(self) -> NDArray[np.float64]:
         """Return the GPU-seconds of each tenant."""

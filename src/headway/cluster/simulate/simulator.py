@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from headway.cluster.scheduler.jobs import Job
 from headway.cluster.scheduler.nodes import DRAIN_LEAD_S, HEALTHY, SPARE
 from headway.cluster.scheduler.placement import ANYWHERE
 from headway.cluster.scheduler.policy import Policy
-from headway.cluster.scheduler.snapshot import ClusterSnapshot
+from headway.cluster.scheduler.snapshot import ClusterSnapshot, OversizedJobError
 from headway.cluster.simulate.job_trace import JobTrace, apportion
 from headway.cluster.simulate.metrics import Cause, SimulationMeter, SimulationResult
 from headway.cluster.simulate.site import NodeMaintenance, Site, Tenant
@@ -87,6 +87,8 @@ def simulate(
 ) -> SimulationResult:
     """Run all jobs of a trace; `progress` receives how many more have ended, `record` is the decision log to write."""
     simulation = _Simulation(trace, setup, policy, record)
+    for error in simulation.oversized_jobs().values():
+        raise error
     ended, cycle_s = 0, -math.inf
     while (event_s := min(simulation.next_event_s(), cycle_s + simulation.max_gap_s)) < math.inf:
         # 1 find the time of the next cycle: after an event or the maximum gap, and not too soon after the last
@@ -102,6 +104,23 @@ def simulate(
     return simulation.result()
 
 
+def skip_oversized(
+    trace: JobTrace, setup: SimulationSetup, policies: Sequence[Policy]
+) -> tuple[JobTrace, tuple[OversizedJobError, ...]]:
+    """Return the jobs that could run under each of the policies, and why the others could not."""
+    oversized = dict[int, OversizedJobError]()
+    for policy in policies:
+        oversized |= _Simulation(trace, setup, policy, None).oversized_jobs()
+    if not oversized:
+        return trace, ()
+    kept = np.ones(len(trace), np.bool_)
+    kept[list(oversized)] = False
+    if not kept.any():
+        error = oversized[0]
+        raise UsageError(f"no job of the trace can run here; {error.message}", hint="choose a larger cluster")
+    return trace.only(kept), tuple(oversized[job] for job in sorted(oversized))
+
+
 class _Simulation:
     """State of a simulation."""
 
@@ -112,7 +131,6 @@ class _Simulation:
         self._limits = _limits(trace, setup, rng)
         self._elastic = np.random.default_rng((setup.seed, 2)).random(len(trace)) < setup.elastic
         self._snapshot = _empty_cluster(trace, setup)
-        self._check_jobs()
         self._meter = SimulationMeter(trace, self._snapshot)
         self._recorder = None if record is None else DecisionRecorder(record, self._snapshot, policy)
         self._arrived = 0
@@ -139,16 +157,21 @@ class _Simulation:
         self._moved = False
         self.ended = 0
 
-    def _check_jobs(self) -> None:
-        """Raise UsageError for the first job that can never run."""
+    def oversized_jobs(self) -> dict[int, OversizedJobError]:
+        """Return the jobs that request more GPUs than they can ever have here; raise UsageError for other mistakes."""
         trace, snapshot = self._trace, self._snapshot
         largest = snapshot.nodes.largest_gang(ANYWHERE)
         most = np.array([min(largest, snapshot.allowance(snapshot.tenants.rows[name])) for name in trace.tenants])
         doubtful = trace.gpus > most[trace.tenant]
         if trace.extra:
             doubtful |= np.array(["within" in extra for extra in trace.extra])
+        oversized = dict[int, OversizedJobError]()
         for job in np.flatnonzero(doubtful).tolist():
-            snapshot.check_job(self._request(job))
+            try:
+                snapshot.check_job(self._request(job))
+            except OversizedJobError as error:
+                oversized[job] = error
+        return oversized
 
     @property
     def max_gap_s(self) -> float:
