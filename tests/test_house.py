@@ -16,6 +16,7 @@ import headway
 SOURCE = Path(headway.__file__).parent
 # Imports go down these lists, never up; packages on one line may not import each other.
 CONTROL = [
+    {"__main__"},
     {"cli", "dashboard"},
     {"cluster", "chaos"},
     {"agent"},
@@ -38,6 +39,7 @@ VERBS = [
     ["hardware", "show"],
     ["report", "last"], ["metrics", "last", "--key", "loss"], ["logs", "last"], ["diff", "a", "b"],
     ["sample", "--help"], ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"],
+    ["recipe", "ls"], ["recipe", "cp", "none"],
     ["data", "build", "none"], ["data", "verify", "none"], ["checkpoint", "ls", "last"],
     ["checkpoint", "verify", "last"], ["checkpoint", "show", "last"], ["checkpoint", "diff", "a", "b"],
     ["checkpoint", "export", "last", "out"], ["checkpoint", "import", "none"],

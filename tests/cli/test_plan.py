@@ -379,7 +379,7 @@ def test_sources_are_shortened(source: str, short: str) -> None:
         ((LLAMA, "--on", "h100x8x4", "--calibrate", "3"), "--calibrate", "--against"),
         ((LLAMA, "--against", "runs.csv"), "takes no recipe", "--against runs.csv"),
         (("--against", "none.csv"), "none.csv: no such file", "published_runs.csv"),
-        (("none.toml",), "no such recipe", "recipes/"),
+        (("none.toml",), "no such recipe", "recipe ls"),
         ((LLAMA, "--on", "h100x1x1"), "does not fit", "needs"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, tuple) else None,

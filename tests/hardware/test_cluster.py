@@ -170,4 +170,4 @@ def test_invalid_cluster_files_are_rejected(text: str, message: str, hint: str, 
 def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read") as caught:
         load_cluster(tmp_path / "none.toml")
-    assert "recipes/clusters" in (caught.value.hint or "")
+    assert "recipe cp clusters/" in (caught.value.hint or "")

@@ -23,7 +23,7 @@ ENVIRONMENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, err
 VERBS: dict[str, dict[str, str]] = {
     "Plan and prepare": {
         "plan": "Find the fastest way to run a recipe on a cluster",
-        "recipe": "Show a resolved recipe or the recipe schema",
+        "recipe": "List, copy and show recipes, or print their schema",
         "data": "Build, inspect, verify and mix datasets",
         "model": "Show a model's parts and costs, or compare two",
         "hardware": "List known chips and benchmark this machine",

@@ -271,7 +271,7 @@ def load_cluster(file: Path) -> Cluster:
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        hint = "see recipes/clusters/ for examples; --on h100x8x16 needs no file"
+        hint = "headway recipe cp clusters/h100-rail copies an example; --on h100x8x16 needs no file"
         raise UsageError(f"{file}: cannot be read: {error.strerror or error}", hint=hint) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: not valid TOML: {error}") from None

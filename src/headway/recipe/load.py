@@ -114,7 +114,9 @@ def _read_file(file: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dic
     try:
         local = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RecipeError(f"{file}: no such recipe", hint="the recipes of Headway are in recipes/") from None
+        raise RecipeError(
+            f"{file}: no such recipe", hint="headway recipe ls lists those of Headway, recipe cp copies one"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{file}: not valid TOML: {error}") from None
     except OSError as error:
