@@ -10,6 +10,7 @@ HeadwayError
 |-- ModelError           a model cannot be read, built or converted
 |-- WorkerError          a worker of a run failed
 `-- EngineError          what starts processes on machines is not there, or refuses
+    `-- EngineUnreachable    it does not answer: nothing is known of its jobs
 
 Each carries a sentence for people and, where there is one, a hint that says what to do. Mistakes of our own
 are `assert`s and travel as they are.
@@ -70,6 +71,10 @@ class WorkerError(HeadwayError):
 
 class EngineError(HeadwayError):
     """What starts processes on machines is not there, or refuses."""
+
+
+class EngineUnreachable(EngineError):
+    """An engine does not answer, so that nothing is known of its jobs."""
 
 
 _WANTED = {

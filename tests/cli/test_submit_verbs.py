@@ -160,6 +160,60 @@ def test_runs_without_a_job_are_errors(desk, tmp_path: Path, recipe) -> None:
     assert (done.status, "was not submitted" in done.err) == (1, True)
 
 
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Writes fake Slurm commands, first in PATH: `slurm(squeue="echo ...")`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    def write(**commands: str) -> None:
+        for name, script in commands.items():
+            (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+            (folder / name).chmod(0o755)
+
+    write(
+        scontrol="echo Slurmctld at here is UP",
+        sinfo='case "$*" in *Format=*) echo "n0|idle|8|1000|(null)|(null)|all*|none|";; *) echo "all*|infinite";; esac',
+        sbatch=f"echo >>{tmp_path}/submitted; wc -l <{tmp_path}/submitted",
+        sacct="exit 1",
+        squeue="echo slurm_load_jobs error: Invalid job id specified >&2; exit 1",
+    )
+    return write
+
+
+def test_unreachable_engine_is_named_and_the_others_are_listed(desk, slurm, tmp_path: Path) -> None:
+    assert desk("submit", "r.toml", "--engine", "slurm", "--on", "cpux1", "--name", "s").status == 0
+    assert desk("submit", "r.toml", "--on", "cpux1", "--name", "l", "--set", "train.steps=3").status == 0
+    slurm(scontrol='echo "Slurmctld(primary) at here is DOWN"', squeue="sleep 1000", sinfo="sleep 1000")
+    jobs = {job["run"]: job for job in desk("jobs", "--json").json}
+    assert jobs["s"]["state"] == "unknown"
+    assert 'Slurm is down: scontrol ping printed "Slurmctld(primary) at here is DOWN"' in jobs["s"]["unreachable"]
+    assert (jobs["l"]["state"] != "unknown", jobs["l"]["unreachable"]) == (True, None)
+    table = desk("jobs").out
+    assert "slurm is unreachable: Slurm is down" in table
+    assert max(map(len, table.splitlines())) <= 80
+    for words in (
+        ["cancel", "s"],
+        ["requeue", "s"],
+        ["nodes", "--engine", "slurm"],
+        ["submit", "r.toml", "--engine", "slurm", "--on", "cpux1", "--name", "t"],
+        ["submit", "r.toml", "--engine", "slurm", "--on", "cpux1", "--name", "t", "--dry-run"],
+    ):
+        refused = desk(*words)
+        assert (refused.status, "Slurm is down" in refused.err, "hint:" in refused.err) == (1, True, True), words
+    assert not (tmp_path / "runs" / "t").exists()
+
+
+def test_job_that_its_engine_does_not_know_is_requeued(desk, slurm, tmp_path: Path) -> None:
+    first = desk("submit", "r.toml", "--engine", "slurm", "--on", "cpux1", "--name", "s", "--json").json["job"]
+    assert desk("jobs", "--json").json[0]["state"] == "unknown"
+    slurm(squeue="echo slurm_load_jobs error: Socket timed out >&2; exit 1")
+    assert "Socket timed out" in desk("requeue", "s").err  # it may well run
+    slurm(squeue="echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
+    assert desk("requeue", "s", "--json").json["job"] != first
+
+
 def test_machines_are_listed(desk) -> None:
     (machine,) = desk("nodes", "--json").json
     assert machine["cpus"] >= 1

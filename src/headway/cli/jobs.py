@@ -25,7 +25,7 @@ def jobs(runs: Runs = None, json: Json = False) -> None:
         print(f"no submitted runs in {root}")
         print("next: headway submit RECIPE --engine E --on CHIPxPERNODE")
     else:
-        print("\n".join(_table(submitted)))
+        print("\n".join([*_table(submitted), *_unreachable(submitted)]))
         print("next: headway logs RUN --follow, headway cancel RUN, headway requeue RUN")
 
 
@@ -65,6 +65,16 @@ def _under(job: SubmittedRun) -> list[str]:
     return [shortened(f"  {text}", WIDTH)] if text else []
 
 
+def _unreachable(submitted: list[SubmittedRun]) -> list[str]:
+    """Return a note per engine that does not answer."""
+    errors = {job.submission.engine: job.unreachable for job in submitted if job.unreachable is not None}
+    lines = list[str]()
+    for engine, error in errors.items():
+        lines += wrap(f"{engine} is unreachable: {error.message}", WIDTH, subsequent_indent="  ")
+        lines += wrap(f"hint:  {error.hint}", WIDTH, subsequent_indent="       ") if error.hint else []
+    return lines
+
+
 def as_document(job: SubmittedRun) -> dict[str, object]:
     """Return a run's job as JSON-ready values."""
     submission = job.submission
@@ -74,6 +84,7 @@ def as_document(job: SubmittedRun) -> dict[str, object]:
         "job": submission.job,
         "on": submission.on,
         "submitted": submission.time,
+        "unreachable": None if job.unreachable is None else job.unreachable.message,
     }
     return fields | asdict(job.status)
 

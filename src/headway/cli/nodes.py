@@ -5,7 +5,7 @@ from dataclasses import asdict
 from headway.cli.options import EngineName, Json, Runs
 from headway.cli.text import print_json
 from headway.cluster.engines import Machine
-from headway.cluster.engines.settings import open_engine
+from headway.cluster.engines.settings import reach_engine
 from headway.track import runs_root
 
 WIDTH = 80
@@ -14,7 +14,7 @@ GIB = 2**30
 
 def nodes(engine: EngineName = "local", runs: Runs = None, json: Json = False) -> None:
     """List an engine's machines and what is free."""
-    machines = open_engine(engine, runs_root(runs)).inventory()
+    machines = reach_engine(engine, runs_root(runs)).inventory()
     if json:
         print_json([asdict(machine) for machine in machines])
         return

@@ -16,7 +16,7 @@ from headway.cluster.engines import LaunchRequest
 from headway.cluster.engines.local.engine import LocalEngine
 from headway.cluster.engines.local.jobs import LocalJob, MachineCapacity, startable
 from headway.cluster.engines.scripts import start_script
-from headway.errors import EngineError, UsageError
+from headway.errors import EngineError, EngineUnreachable, UsageError
 
 DAEMON = "headway.cluster.engines.local.daemon"
 
@@ -48,6 +48,22 @@ def queue(tmp_path: Path) -> Iterator[EngineHarness]:
     for folder in (tmp_path / "queue" / "jobs").glob("*"):  # of a test that failed
         harness.engine.cancel(folder.name)
         harness.over(folder.name)
+
+
+def test_stopped_daemon_is_unreachable(queue: EngineHarness) -> None:
+    prober = LocalEngine(queue.folder / "queue", cpus=1, gpus=0, probe_s=0.2)
+    prober.probe()  # there is no daemon, and none is needed
+    job = queue.engine.launch(queue.request("sleep 1000", grace_s=0))
+    LocalEngine(queue.folder / "queue", probe_s=60).probe()
+    pid = daemon_pid(queue.folder / "queue")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineUnreachable, match=r"does not answer within 0\.2 s"):
+            prober.probe()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    queue.engine.cancel(job)
+    assert queue.over(job).state == "cancelled"
 
 
 def test_next_daemon_takes_over_the_jobs_of_a_killed_one(queue: EngineHarness) -> None:

@@ -68,6 +68,10 @@ def test_strict_pack_places_bundles_on_one_machine(harness: EngineHarness) -> No
         harness.engine.launch(harness.request("true", machines=3, gpus=1, site={"strategy": "STRICT_PACK"}))
 
 
+def test_live_cluster_answers_a_probe(cluster: RayCluster) -> None:
+    RayEngine(cluster.address, probe_s=60).probe()
+
+
 def test_growing_cluster_accepts_jobs_larger_than_itself(harness: EngineHarness) -> None:
     job = harness.engine.launch(harness.request("true", machines=9, site={"grows": "yes"}))
     later = harness.engine.launch(harness.request("true"))
@@ -146,7 +150,7 @@ def test_job_restarts_on_other_nodes_after_a_lost_node(harness: EngineHarness, c
 @pytest.mark.parametrize(
     ("address", "error"),
     [
-        ("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9: Connection refused"),
+        ("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9: nothing listens there"),
         ("nonsense", "invalid Ray address 'nonsense'"),
         ("ray://127.0.0.1:10001", "from a machine of the cluster"),
         ("", "no Ray cluster is named"),

@@ -1,7 +1,9 @@
 """The engine on a real Slurm: four virtual nodes with four fake GPUs each."""
 
 import re
+import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from engine_suite import *  # noqa: F403
@@ -9,7 +11,7 @@ from engine_suite import EngineHarness, appears
 from slurm_cluster import CPUS, GPUS, NODES, SlurmCluster, slurm_cluster
 
 from headway.cluster.engines.slurm.engine import SlurmEngine
-from headway.errors import EngineError
+from headway.errors import EngineError, EngineUnreachable
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +73,15 @@ def test_slurms_own_messages_are_quoted(
     monkeypatch.setenv("SLURM_CONF", str(conf))
     with pytest.raises(EngineError, match="Unable to contact slurm controller"):
         harness.make().inventory()
+
+
+def test_stopped_controller_is_unreachable(cluster: SlurmCluster, tmp_path: Path) -> None:
+    SlurmEngine(tmp_path, probe_s=60).probe()
+    controller = cluster.processes["slurmctld"]
+    controller.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineUnreachable, match=r"scontrol did not answer within 0\.3 s"):
+            SlurmEngine(tmp_path, probe_s=0.3).probe()
+    finally:
+        controller.send_signal(signal.SIGCONT)
+    SlurmEngine(tmp_path, probe_s=60).probe()

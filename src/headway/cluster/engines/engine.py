@@ -1,5 +1,6 @@
 """The interface of all engines, which start processes on machines.
 
+    probe          check within seconds that the engine answers at all
     inventory      list the machines and what is free on each
     launch         start one command on each of N machines, as soon as they are free
     status         report job states, both in Headway's terms and in the engine's own
@@ -32,6 +33,9 @@ REQUEUE = 75
 
 EARLY_S = 30
 """Seconds after its start within which a command may not have installed its signal handlers yet."""
+
+PROBE_S = 5.0
+"""How long an engine may take to show that it is alive."""
 
 CANCELLED = "cancelled by the user"
 
@@ -234,6 +238,11 @@ class Engine(ABC):
 
     name: ClassVar[str]
     """As used with --engine."""
+
+    @abstractmethod
+    def probe(self) -> None:
+        """Raise EngineUnreachable if the engine does not answer within seconds. One that is started on demand, and does
+        not run, is no error."""
 
     @abstractmethod
     def inventory(self) -> list[Machine]:

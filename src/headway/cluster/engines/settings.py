@@ -97,6 +97,13 @@ def open_engine(name: str, runs: Path) -> Engine:
             return KubernetesEngine()
 
 
+def reach_engine(name: str, runs: Path) -> Engine:
+    """Open an engine that answers; EngineUnreachable within seconds if it does not."""
+    engine = open_engine(name, runs)
+    engine.probe()
+    return engine
+
+
 def settings_file() -> Path:
     """The path of engines.toml."""
     stated = os.environ.get("HEADWAY_ENGINES")

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from headway.agent.saving.restore_points import need_store
 from headway.agent.supervise.outcome import recorded_exit_status
 from headway.cluster.engines.engine import OVER, REQUEUE, JobStatus, LaunchRequest, State
-from headway.cluster.engines.settings import EngineSettings, engine_settings, open_engine
+from headway.cluster.engines.settings import EngineSettings, engine_settings, open_engine, reach_engine
 from headway.cluster.engines.submissions import Submission, last_submission, note_submission
 from headway.cluster.submit.code_delivery import code_for, pack_code
 from headway.cluster.submit.provenance import record_provenance
 from headway.cluster.submit.store_runs import check_store, delete_run, upload_run
-from headway.errors import EngineError, HeadwayError, RunError, StateError, UsageError
+from headway.errors import EngineError, EngineUnreachable, HeadwayError, RunError, StateError, UsageError
 from headway.hardware import Cluster, Devices
 from headway.recipe import Recipe, with_settings
 from headway.state.handshake import KEY_VARIABLE
@@ -98,12 +98,13 @@ def submit_run(
         url = need_store(recipe, name or recipe.name)
         _check_key(cluster.nodes + spares)
         check_store(url)  # before anything is created
+    started = reach_engine(engine, root)
     # Before the run is created: it takes long the first time.
     pack_code(engine, root.absolute())
     with provisional_run(recipe, root, cluster, name) as attempt:
         request = request_for(attempt, cluster, engine, spares, shared=shared)
         with nullcontext() if shared else _uploaded(attempt.folder):
-            submission = Submission(engine, open_engine(engine, root).launch(request), cluster.name, request)
+            submission = Submission(engine, started.launch(request), cluster.name, request)
         note_submission(attempt.run, submission)
     return submission
 
@@ -123,7 +124,7 @@ def describe(
         need_store(recipe, name or recipe.name)
     with provisional_run(recipe, root, cluster, name, keep=False) as attempt:
         request = request_for(attempt, cluster, engine, spares, dry=True, shared=shared)
-        return open_engine(engine, root).describe(request)
+        return reach_engine(engine, root).describe(request)
 
 
 def _check_code_installed(settings: EngineSettings, copied: Path | None) -> None:
@@ -196,24 +197,36 @@ class SubmittedRun:
     run: RunFolder
     submission: Submission
     status: JobStatus
+    problem: EngineError | None = None
+    """Why its engine did not tell the state, if that is so."""
+
+    @property
+    def unreachable(self) -> EngineUnreachable | None:
+        """Why its engine does not answer, if that is so."""
+        return self.problem if isinstance(self.problem, EngineUnreachable) else None
 
 
 def submitted_runs(root: Path, runs: list[RunFolder] | None = None) -> list[SubmittedRun]:
     """The newest jobs of all runs that were submitted, or of these, with one query per engine. An engine that does not
-    answer leaves their states unknown."""
+    answer leaves their states unknown, and no other engine's."""
     newest = [(run, last_submission(run.path)) for run in (list_runs(root) if runs is None else runs)]
     submitted = [(run, submission) for run, submission in newest if submission is not None]
-    statuses = dict[tuple[str, str], JobStatus]()
+    statuses, problems = dict[tuple[str, str], JobStatus](), dict[str, EngineError]()
     for engine in sorted({submission.engine for _, submission in submitted}):
         jobs = [submission.job for _, submission in submitted if submission.engine == engine]
         try:
-            answers = open_engine(engine, root).status(jobs)
+            answers = reach_engine(engine, root).status(jobs)
         except EngineError as error:
-            answers = {job: JobStatus("unknown", error.message) for job in jobs}
+            problems[engine] = error
+            reason = f"{engine} is unreachable" if isinstance(error, EngineUnreachable) else error.message
+            answers = {job: JobStatus("unknown", reason) for job in jobs}
         statuses |= {(engine, job): status for job, status in answers.items()}
     return [
         SubmittedRun(
-            run, submission, _status_from_records(run, submission, statuses[submission.engine, submission.job])
+            run,
+            submission,
+            _status_from_records(run, submission, statuses[submission.engine, submission.job]),
+            problems.get(submission.engine),
         )
         for run, submission in submitted
     ]
@@ -240,18 +253,24 @@ def _status_from_records(run: RunFolder, submission: Submission, status: JobStat
 def cancel(root: Path, run: RunFolder) -> SubmittedRun:
     """Cancel a run's job: it saves, and is not restarted."""
     before = _submitted(root, run)
+    if before.unreachable is not None:
+        raise before.unreachable
     open_engine(before.submission.engine, root).cancel(before.submission.job)
     return _submitted(root, run)
 
 
 def requeue(root: Path, run: RunFolder, avoid: tuple[str, ...] = ()) -> SubmittedRun:
-    """Restart a run: a running one saves first, one that is over gets a new job."""
+    """Restart a run: a running one saves first; one that is over, or that its engine does not know any more, gets a new
+    job."""
     before = _submitted(root, run)
     state, submission = before.status.state, before.submission
     engine = open_engine(submission.engine, root)
     if state in ("running", "ending") and not avoid:
         engine.signal(submission.job, signal.SIGUSR1)
-    elif state in OVER:
+    elif state in OVER or state == "unknown":
+        if before.problem is not None and before.unreachable is None:
+            raise before.problem  # its job may well run
+        engine.probe()
         if lock_holder(run) is not None:
             raise RunError(f"run {run.name} is in use by process {lock_holder(run)}", hint=f"headway stop {run.name}")
         request = submission.request

@@ -30,7 +30,7 @@ from pydantic_core import from_json
 
 from headway.agent.saving.restore_points import need_store
 from headway.cluster.engines.engine import OVER, LaunchRequest
-from headway.cluster.engines.settings import engine_settings, open_engine
+from headway.cluster.engines.settings import engine_settings, reach_engine
 from headway.cluster.engines.submissions import Submission, note_submission
 from headway.cluster.submit.grid import GridAxis, point_names, points, short_keys
 from headway.cluster.submit.runs import SubmittedRun, provisional_run, request_for, requeue, submitted_runs
@@ -185,8 +185,8 @@ def start_sweep(wanted: SweepRequest, root: Path, progress: Progress = lambda *_
                     hint=f"choose another --name; headway sweep {existing.name} shows it",
                 )
             return existing, False
+        engine = reach_engine(wanted.engine, root)
         with _created(wanted, root) as draft, _uploaded(wanted, draft, progress):
-            engine = open_engine(wanted.engine, root)
             job = engine.launch(draft.request)
             try:
                 sweep = Sweep(
@@ -208,7 +208,7 @@ def describe_sweep(wanted: SweepRequest, root: Path) -> str:
     with _sweeps_lock(root):
         _remove_unsubmitted(root)
         with _created(wanted, root, keep=False) as draft:
-            return open_engine(wanted.engine, root).describe(draft.request)
+            return reach_engine(wanted.engine, root).describe(draft.request)
 
 
 @dataclass(frozen=True)
@@ -478,14 +478,15 @@ def cancel_sweep(root: Path, sweep: Sweep) -> dict[str, SubmittedRun | None]:
             job = run.submission.job
             jobs.add((run.submission.engine, sweep.job if job.partition("_")[0] == sweep.job else job))
     for engine, job in sorted(jobs):
-        open_engine(engine, root).cancel(job)
+        reach_engine(engine, root).cancel(job)
     return submitted_sweep_runs(root, sweep)
 
 
 def requeue_sweep(root: Path, sweep: Sweep, avoid: tuple[str, ...] = ()) -> dict[str, SubmittedRun | None]:
-    """Restart all runs of a sweep that are over and have not finished, each as its own job."""
+    """Restart all runs of a sweep that have ended without finishing, or that its engine does not know any more, each as
+    its own job."""
     runs = submitted_sweep_runs(root, sweep).values()
-    unfinished = [run for run in runs if run and run.status.state in OVER and run.status.state != "finished"]
+    unfinished = [run for run in runs if run and run.status.state in {*OVER, "unknown"} - {"finished"}]
     if not unfinished:
         raise RunError(f"no run of sweep {sweep.name} failed or was cancelled", hint=f"headway sweep {sweep.name}")
     for run in unfinished:

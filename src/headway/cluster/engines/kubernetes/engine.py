@@ -59,6 +59,9 @@ class KubernetesEngine(Engine):
 
     name: ClassVar[str] = "kubernetes"
 
+    def probe(self) -> None:
+        """Nothing to check: no cluster is contacted."""
+
     def describe(self, request: LaunchRequest) -> str:
         """The JobSet as JSON for `kubectl apply -f -`; a list of them for an array."""
         manifests = job_sets(request)

@@ -21,6 +21,7 @@ from pydantic_core import from_json, to_json
 
 from headway.cluster.engines.engine import (
     OVER,
+    PROBE_S,
     Engine,
     JobStatus,
     LaunchRequest,
@@ -34,7 +35,7 @@ from headway.cluster.engines.local.daemon import SOCKET
 from headway.cluster.engines.local.jobs import is_locked, read_job
 from headway.cluster.engines.scripts import inherited_environment, list_logs, task_script
 from headway.cluster.engines.submissions import request_to_json
-from headway.errors import EngineError, UsageError
+from headway.errors import EngineError, EngineUnreachable, UsageError
 from headway.hardware import devices
 
 START_S = 20.0
@@ -48,11 +49,28 @@ class LocalEngine(Engine):
 
     name: ClassVar[str] = "local"
 
-    def __init__(self, folder: Path, *, cpus: int | None = None, gpus: int | None = None) -> None:
-        """`folder` holds the queue. `cpus` and `gpus` limit what jobs may use; by default all of them."""
-        self.folder = folder.absolute()
+    def __init__(
+        self, folder: Path, *, cpus: int | None = None, gpus: int | None = None, probe_s: float = PROBE_S
+    ) -> None:
+        """`folder` holds the queue. `cpus` and `gpus` limit what jobs may use; by default all of them. `probe_s` is the
+        timeout of a probe."""
+        self.folder, self.probe_s = folder.absolute(), probe_s
         self.cpus = cpus or len(os.sched_getaffinity(0))
         self.gpus = _gpus() if gpus is None else tuple(map(str, range(gpus)))
+
+    def probe(self) -> None:
+        """See Engine: whether the daemon, if it runs, answers."""
+        if not self._daemon_runs():
+            return
+        try:
+            _exchange(self.folder, {"do": "room"}, self.probe_s)
+        except TimeoutError:
+            raise EngineUnreachable(
+                f"the queue daemon of {self.folder} does not answer within {self.probe_s:g} s",
+                hint=f"is it stopped? see {self.folder / 'owner.log'}",
+            ) from None
+        except OSError:
+            return  # it has just exited
 
     def inventory(self) -> list[Machine]:
         """This machine."""
@@ -190,12 +208,12 @@ class LocalEngine(Engine):
             ) from None
 
 
-def _exchange(folder: Path, message: dict[str, Any]) -> dict[str, Any]:
+def _exchange(folder: Path, message: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
     """Send a message to a daemon and return its answer. Through a descriptor, since socket paths must be short."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(ANSWER_S)
+            connection.settimeout(timeout_s)
             connection.connect(f"/proc/self/fd/{descriptor}/{SOCKET}")
             connection.sendall(to_json(message) + b"\n")
             with connection.makefile("rb") as stream:

@@ -30,7 +30,7 @@ def ray_encoders(
 
 @contextmanager
 def _open(engine: RayEngine, tokenizer: TextTokenizer, batch_chars: int) -> Iterator[Encoders]:
-    ray = engine.connect()
+    ray = engine.connect(start=True)
     cores = sum(machine.cpus for machine in engine.inventory())
     with ray_errors(ray):
         pool = _RayEncoders(ray, tokenizer, batch_chars, cores)

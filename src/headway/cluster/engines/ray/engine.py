@@ -11,7 +11,6 @@ import os
 import secrets
 import shlex
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from headway.cluster.engines.engine import (
+    PROBE_S,
     Engine,
     JobStatus,
     LaunchRequest,
@@ -28,14 +28,14 @@ from headway.cluster.engines.engine import (
     secret_values,
     status_from_json,
 )
-from headway.cluster.engines.ray.local_cluster import LOOPBACK, ensure_local_cluster
+from headway.cluster.engines.ray.liveness import cluster_liveness
+from headway.cluster.engines.ray.local_cluster import LOOPBACK, recorded_address, start_local_cluster
 from headway.cluster.engines.ray.rules import bundle, machines_from_nodes, placement_strategy, why_never_fits
 from headway.cluster.engines.scripts import inherited_environment, list_logs
 from headway.cluster.engines.submissions import request_to_json
-from headway.errors import EngineError, UsageError
+from headway.errors import EngineError, EngineUnreachable, UsageError
 
 NAMESPACE = "headway"
-CONNECT_S = 5.0
 ANSWER_S = 60.0
 """Longer than the first process of a cluster needs to start on a busy machine."""
 INVENTORY_S = 2.0
@@ -51,12 +51,12 @@ class RayEngine(Engine):
 
     name: ClassVar[str] = "ray"
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, address: str | None = None, *, probe_s: float = PROBE_S) -> None:
         """`address` is HOST:PORT of the cluster, or `local`: the one on this machine, started if necessary.
 
-        The default is RAY_ADDRESS.
+        The default is RAY_ADDRESS. `probe_s` is how long the cluster may take to show that it is alive.
         """
-        self.address = address or os.environ.get("RAY_ADDRESS", "")
+        self.address, self.probe_s = address or os.environ.get("RAY_ADDRESS", ""), probe_s
         self._controller: Any = None
         self._inventory: list[Machine] = []
         self._inventory_time = -INVENTORY_S
@@ -69,6 +69,12 @@ class RayEngine(Engine):
             raise UsageError(
                 f"{self.address}: jobs are submitted from a machine of the cluster", hint="use HOST:PORT there"
             )
+
+    def probe(self) -> None:
+        """See Engine: whether the GCS and the raylets that are needed answer. A cluster on this machine is started on
+        demand if it is dead."""
+        _import_ray(self.address)
+        self._live_address()
 
     def inventory(self) -> list[Machine]:
         """The nodes of the cluster."""
@@ -121,7 +127,7 @@ class RayEngine(Engine):
         return replace(request, environment={**inherited_environment(), **request.environment})
 
     def _machines(self) -> list[Machine]:
-        ray = self.connect()
+        ray = self.connect(start=True)
         from ray._private.state import available_resources_per_node
 
         with ray_errors(ray):
@@ -166,31 +172,41 @@ class RayEngine(Engine):
 
     # -- the connection
 
-    def connect(self) -> Any:
-        """The module ray, connected to this cluster; once per process."""
+    def connect(self, *, start: bool = False) -> Any:
+        """The module ray, connected to this cluster; once per process. A dead cluster on this machine is replaced by a
+        new one if it may `start`."""
         ray = _import_ray(self.address)
         if not ray.is_initialized():
-            address = self._reachable_address()
+            address = self._live_address()
+            if address is None and start:
+                address = start_local_cluster()
+            if address is None:
+                raise EngineUnreachable(
+                    "no Ray cluster runs on this machine: it ended, and its jobs with it",
+                    hint="headway requeue RUN starts a new one",
+                )
             logging.getLogger("ray").setLevel(logging.CRITICAL)  # job states tell of lost nodes
             with ray_errors(ray):
                 ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         return ray
 
-    def _reachable_address(self) -> str:
-        """The address, checked to accept connections: Ray itself would try for minutes."""
-        if self.address == "local":
-            return ensure_local_cluster()
-        host, _, port = self.address.rpartition(":")
+    def _live_address(self) -> str | None:
+        """The address of a live cluster, None if there is none on this machine: Ray itself would try for minutes."""
+        local = self.address == "local"
+        address = recorded_address() if local else self.address
         try:
-            with socket.create_connection((host, int(port)), timeout=CONNECT_S):
-                return self.address
+            liveness = cluster_liveness(address, self.probe_s) if address is not None else None
         except ValueError:
             raise UsageError(f"invalid Ray address {self.address!r}", hint="HOST:PORT or local") from None
-        except OSError as error:
-            raise EngineError(
-                f"no Ray cluster answers at {self.address}: {error.strerror or error}",
-                hint="ray start --head prints a cluster's address",
-            ) from None
+        if liveness is None or (local and liveness.state == "dead"):
+            return None
+        if liveness.state != "alive":
+            within = f" within {self.probe_s:g} s" if liveness.state == "hung" else ""
+            raise EngineUnreachable(
+                f"no Ray cluster answers at {address}{within}: {liveness.reason}",
+                hint="ray start --head starts one and prints its address; headway requeue RUN then restarts a run",
+            )
+        return address
 
 
 def _describe(request: LaunchRequest) -> str:

@@ -13,11 +13,8 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_ACCEL_ENV_VAR_OVERRID
 """The first is Ray's switch for single machines: everything listens on 127.0.0.1 only."""
 
 
-def ensure_local_cluster() -> str:
-    """The address of the cluster on this machine; start one if there is none."""
-    address = _recorded_address()
-    if address is not None:
-        return address
+def start_local_cluster() -> str:
+    """Start a cluster on this machine, and return its address."""
     port = _free_port()
     options = ["--head", "--node-ip-address", "127.0.0.1", "--port", str(port), "--include-dashboard", "false"]
     options += ["--ray-client-server-port", str(_free_port()), "--disable-usage-stats"]
@@ -41,16 +38,13 @@ def ensure_local_cluster() -> str:
     return f"127.0.0.1:{port}"
 
 
-def _recorded_address() -> str | None:
-    """The cluster that Ray last started here, if it still listens."""
+def recorded_address() -> str | None:
+    """The address of the cluster that was last started on this machine, alive or not; None if there was none."""
     from ray._common.utils import get_ray_address_file
 
     try:
-        address = Path(get_ray_address_file(None)).read_text().strip()
-        host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=2):
-            return address
-    except (OSError, ValueError):
+        return Path(get_ray_address_file(None)).read_text().strip() or None
+    except OSError:
         return None
 
 

@@ -30,6 +30,7 @@ from typing import ClassVar
 
 from headway.cluster.engines.engine import (
     OVER,
+    PROBE_S,
     REQUEUE,
     Engine,
     JobStatus,
@@ -62,7 +63,7 @@ from headway.cluster.engines.slurm.parse import (
     parse_queue,
     select_partitions,
 )
-from headway.errors import EngineError, UsageError
+from headway.errors import EngineError, EngineUnreachable, UsageError
 
 JOBS_PER_QUERY = 500
 """Jobs that one command is asked about."""
@@ -75,6 +76,7 @@ LATE_S = 20.0
 OVERDUE_S = 60.0
 """How long after its grace period a cancelled job may live before it is killed."""
 _ID = re.compile(r"[0-9]+(_[0-9]+)?")
+_PING_HINT = "try again when scontrol ping shows a controller that is UP"
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,21 @@ class SlurmEngine(Engine):
 
     name: ClassVar[str] = "slurm"
 
-    def __init__(self, folder: Path, *, patience_s: float = PATIENCE_S, cleared_s: float = CLEARED_S) -> None:
-        """`folder` holds a record per job; `patience_s` is the timeout of Slurm's commands."""
+    def __init__(
+        self, folder: Path, *, patience_s: float = PATIENCE_S, cleared_s: float = CLEARED_S, probe_s: float = PROBE_S
+    ) -> None:
+        """`folder` holds a record per job; `patience_s` is the timeout of Slurm's commands, `probe_s` of a probe."""
         self.folder, self.patience_s, self.cleared_s = folder.absolute(), patience_s, cleared_s
+        self.probe_s = probe_s
+
+    def probe(self) -> None:
+        """See Engine: whether a controller answers a ping."""
+        try:
+            answer = run("scontrol", "ping", patience_s=self.probe_s)
+        except EngineError as error:
+            raise EngineUnreachable(f"Slurm does not answer: {error.message}", hint=_PING_HINT) from None
+        if " is UP" not in answer:
+            raise EngineUnreachable(f'Slurm is down: scontrol ping printed "{" ".join(answer.split())}"', _PING_HINT)
 
     def inventory(self) -> list[Machine]:
         """All nodes that the user may see."""
