@@ -1,19 +1,22 @@
 """Everything that a user can do wrong, or that the world can do to a run, in one tree.
 
-HeadwayError
+HeadwayError             exit status 1, except as said
 |-- UsageError           the command line asks for something that does not exist (exit status 2)
-|-- RecipeError          a recipe's key or value is wrong
-|-- DataError            a source, tokenizer, shard or data version is not what it should be
+|-- RecipeError          a recipe's key or value is wrong (2)
+|-- DataError            a source, tokenizer, dataset or data version is not what was asked for (2)
+|   `-- DamagedData      its bytes are not those that were written, or cannot be read or written (1)
 |-- StateError           a checkpoint is missing, of another model, or cannot be written
 |   `-- DamagedState     its bytes are not those that were written: the one before it may be whole
 |-- RunError             a run folder is missing, in use, or in the wrong state
-|-- ModelError           a model cannot be read, built or converted
+|-- ModelError           a model cannot be read, built or converted (2)
 |-- WorkerError          a worker of a run failed
 `-- EngineError          what starts processes on machines is not there, or refuses
     `-- EngineUnreachable    it does not answer: nothing is known of its jobs
 
-Each carries a sentence for people and, where there is one, a hint that says what to do. Mistakes of our own
-are `assert`s and travel as they are.
+Each carries a sentence for people and, where there is one, a hint that says what to do. Exit status 2 means that the
+command or the recipe must change, 1 that it was understood and failed. A StateError or RunError is either: one that
+another command would not meet, such as a name that is taken, is raised with `usage=True`. Mistakes of our own are
+`assert`s and travel as they are.
 """
 
 from collections.abc import Mapping
@@ -27,10 +30,17 @@ class HeadwayError(Exception):
     facts: Mapping[str, Any] = {}
     """What the record says of it beside the sentence."""
 
-    def __init__(self, message: str, hint: str | None = None) -> None:
+    def __init__(self, message: str, hint: str | None = None, *, usage: bool = False) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if usage:
+            self.exit_status = UsageError.exit_status
+
+    @property
+    def usage(self) -> bool:
+        """Whether the command or the recipe must change."""
+        return self.exit_status == UsageError.exit_status
 
 
 class UsageError(HeadwayError):
@@ -46,7 +56,15 @@ class RecipeError(HeadwayError):
 
 
 class DataError(HeadwayError):
-    """A source, tokenizer, shard or data version is not what it should be."""
+    """A source, tokenizer, dataset or data version is not what was asked for."""
+
+    exit_status = 2
+
+
+class DamagedData(DataError):
+    """A file's bytes are not those that were written, or cannot be read or written."""
+
+    exit_status = 1
 
 
 class StateError(HeadwayError):
@@ -64,6 +82,8 @@ class RunError(HeadwayError):
 class ModelError(HeadwayError):
     """A model cannot be read, built or converted."""
 
+    exit_status = 2
+
 
 class WorkerError(HeadwayError):
     """A worker of a run failed."""
@@ -76,6 +96,9 @@ class EngineError(HeadwayError):
 class EngineUnreachable(EngineError):
     """An engine does not answer, so that nothing is known of its jobs."""
 
+
+USAGE_TYPES = {kind.__name__ for kind in (UsageError, RecipeError, DataError, ModelError)}
+"""Types of recorded errors that mean a mistake in the command or the recipe."""
 
 _WANTED = {
     **dict.fromkeys(("tuple_type", "list_type"), "this is no list"),

@@ -230,7 +230,7 @@ def test_runs_and_steps(ask: Ask, tmp_path: Path) -> None:
         assert found["parameters"] == EMBEDDING + ATTENTION + MLP + NORMS, name
         assert found["stored"]["tensors"] == 29
     assert ask("diff", "plain", "taken", "--weights").status == 0
-    assert ask("show", "taken@7").status == 1
+    assert ask("show", "taken@7").status == 2
 
 
 @pytest.mark.parametrize(

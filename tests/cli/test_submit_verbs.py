@@ -65,7 +65,7 @@ def test_a_run_from_submit_to_its_end(desk, tmp_path: Path) -> None:
     done = desk("submit", "r.toml", "--on", "cpux1", "--name", "a", "--set", "train.steps=6", "--json")
     assert (done.json["run"], done.json["engine"], done.json["on"]) == ("a", "local", "cpux1x1")
     again = desk("submit", "r.toml", "--on", "cpux1", "--name", "a")
-    assert (again.status, "run a already exists" in again.err) == (1, True)
+    assert (again.status, "run a already exists" in again.err) == (2, True)
     refused = desk("requeue", "a")
     assert refused.status == 0 or "already" in refused.err  # it runs, and is told to save, or waits
     said = desk("logs", "a", "--follow").out
@@ -152,12 +152,12 @@ def test_what_cannot_be_submitted(desk, tmp_path: Path, words: list[str], told: 
 
 
 def test_runs_without_a_job_are_errors(desk, tmp_path: Path, recipe) -> None:
-    assert desk("cancel", "last").status == 1
+    assert desk("cancel", "last").status == 2
     desk("submit", "r.toml", "--on", "cpux1", "--name", "f")
     desk("cancel", "f")
     (tmp_path / "runs" / "f" / "jobs.jsonl").unlink()
     done = desk("cancel", "f")
-    assert (done.status, "was not submitted" in done.err) == (1, True)
+    assert (done.status, "was not submitted" in done.err) == (2, True)
 
 
 @pytest.fixture

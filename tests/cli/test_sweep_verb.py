@@ -86,13 +86,13 @@ def test_a_sweep_from_its_start_to_its_table(desk: Desk) -> None:
     assert {job["job"].partition("_")[0] for job in jobs.values()} == {told["job"]}  # one job for the engine
     assert "finished at step 4 of 4" in desk.type("logs", "s-lr_2e-2")[1]
     status, _, err = desk.type("logs", "s")
-    assert (status, "s is a sweep" in err, "its runs: s-lr_1e-2, s-lr_2e-2" in err) == (1, True, True)
+    assert (status, "s is a sweep" in err, "its runs: s-lr_1e-2, s-lr_2e-2" in err) == (2, True, True)
     again = desk.type("sweep", "s")[1]
     assert again.splitlines()[1].startswith("* ")
     assert max(map(len, again.splitlines())) <= 80
     assert desk.type("sweep")[1].splitlines()[1].split()[:3] == ["s", "2", "local"]
     taken = desk.type("sweep", "r.toml", "--grid", "train.lr=1e-2,3e-2", "--name", "s")
-    assert (taken[0], "sweep s already exists with other settings" in taken[2]) == (1, True)
+    assert (taken[0], "sweep s already exists with other settings" in taken[2]) == (2, True)
     status, _, err = desk.type("requeue", "s")
     assert (status, "no run of sweep s failed or was cancelled" in err) == (1, True)
 
@@ -218,7 +218,7 @@ def test_sweep_without_a_shared_folder_needs_a_store(desk: Desk) -> None:
     (desk.folder / "config" / "headway").mkdir(parents=True)
     (desk.folder / "config" / "headway" / "engines.toml").write_text("[local]\nshared = false\n")
     status, out, err = desk.type("sweep", "r.toml", *GRID, "--detach")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert "s-lr_1e-2 needs an object store: no folder is shared" in " ".join(err.split())
     assert "[checkpoint.store]" in err
     assert desk.names() == []

@@ -111,6 +111,24 @@ def test_a_mesh_on_the_command_line_and_the_plan_in_the_background(desk) -> None
 
 
 @pytest.mark.usefixtures("warm")
+def test_run_that_fails_before_its_first_step_frees_its_name_and_can_be_read_and_resumed(desk, monkeypatch) -> None:
+    fault = {"action": "raise", "step": 1, "point": "restore", "attempt": 1}
+    monkeypatch.setenv("HEADWAY_FAULTS", json.dumps({"faults": [fault]}))
+    _, err = desk.say("train", "r.toml", "--name", "k", status=1)
+    assert "error: k: worker 0 failed: RuntimeError: injected at restore" in err
+    assert "the name k is free again: this run is now in " in err
+    assert not desk.run("k").path.exists()
+    assert "injected" in desk.say("logs", "k", "--rank", "0")[0]
+    assert "k  failed, step 0" in desk.say("report", ".failed/k")[0]
+    assert "1 run failed before the first step: headway runs --runs" in desk.say("runs")[0]
+    assert desk.say("resume", "k")[0].startswith("k: finished at step 8")
+    assert desk.run("k").path.exists()
+    # After its first step a run keeps its name, however it ends.
+    monkeypatch.setenv("HEADWAY_FAULTS", json.dumps({"faults": [{"action": "raise", "step": 2}]}))
+    desk.say("train", "r.toml", "--name", "later", status=1)
+    assert desk.run("later").path.exists()
+
+
 def test_ctrl_c_saves_and_exits_75(desk) -> None:
     when(lambda: recorded(desk.folder / "runs", "step", 3), send(signal.SIGINT), patience_s=CEILING_S)
     out, _ = desk.say("train", "r.toml", "--name", "long", "--set", "train.steps=100000", status=75)
@@ -233,15 +251,15 @@ def test_a_killed_worker_is_named_on_the_command_line(desk, monkeypatch) -> None
         (["train", "r.toml", "--mesh", "shard=2", "--workers", "4"], 2, "shard 2: 2 workers, but 4 were"),
         (["train", "r.toml", "--mesh", "shrad=2"], 2, "expected AXIS=SIZE, got 'shrad=2'"),
         (["train", "r.toml", "--set", "parallel.pipeline=3"], 2, "layers cannot fill 3 pipeline stages"),
-        (["train", "r.toml", "--set", "data.path=nowhere"], 1, "nowhere"),
-        (["train", "r.toml", "--set", "data.version=0123456789"], 1, "version"),
-        (["train", "r.toml", "--set", "data.seq=100000000"], 1, "no window of 100000000 + 1 tokens fits"),
+        (["train", "r.toml", "--set", "data.path=nowhere"], 2, "nowhere"),
+        (["train", "r.toml", "--set", "data.version=0123456789"], 2, "version"),
+        (["train", "r.toml", "--set", "data.seq=100000000"], 2, "no window of 100000000 + 1 tokens fits"),
         (["train", "r.toml", "--set", "model.vocab_size=17"], 2, "model.vocab_size is 17"),
-        (["train", "r.toml", "--set", "model.init=nowhere"], 1, "neither a folder nor a run"),
-        (["train", "r.toml", "--name", "../x"], 1, "invalid run name"),
-        (["train", "r.toml", "--from", "none@3"], 1, "no runs"),
-        (["resume", "none"], 1, "no runs"),
-        (["stop", "none"], 1, "no runs"),
+        (["train", "r.toml", "--set", "model.init=nowhere"], 2, "neither a folder nor a run"),
+        (["train", "r.toml", "--name", "../x"], 2, "invalid run name"),
+        (["train", "r.toml", "--from", "none@3"], 2, "no runs"),
+        (["resume", "none"], 2, "no runs"),
+        (["stop", "none"], 2, "no runs"),
     ],
 )
 def test_bad_input_is_one_sentence_and_changes_nothing(desk, words: list[str], status: int, message: str) -> None:

@@ -16,6 +16,7 @@ from headway.track import (
     RunFolder,
     create_run,
     find_run,
+    has_stepped,
     list_runs,
     lock_holder,
     lock_run,
@@ -23,7 +24,9 @@ from headway.track import (
     parse_ref,
     record_path,
     runs_root,
+    set_aside,
     summarize,
+    take_back,
 )
 
 
@@ -113,6 +116,53 @@ def test_next_attempt_follows_the_latest(tmp_path):
     (run.events / "notes.jsonl").write_text("")
     (run.events / "x-y.jsonl").write_text("")
     assert next_attempt(run) == 13
+
+
+def test_failed_runs_make_room_for_their_name_and_stay_readable(tmp_path):
+    """Three runs of one name fail; each is found by its own folder, and the last by the name while that is free."""
+    for when in (1000, 3000, 2000):
+        run = create_run(tmp_path, "x", "tonight")
+        touch(run, when)
+        set_aside(run)
+    aside = sorted(path.name for path in (tmp_path / ".failed").iterdir())
+    assert aside == ["tonight", "tonight~2", "tonight~3"]
+    assert list_runs(tmp_path) == []
+    assert find_run(tmp_path, ".failed/tonight~3").path == tmp_path / ".failed" / "tonight~3"
+    assert find_run(tmp_path, "tonight").name == "tonight~2"
+    with pytest.raises(RunError, match="no runs"):
+        find_run(tmp_path, "ton")
+    create_run(tmp_path, "x", "tonight-again")
+    assert find_run(tmp_path, "tonight").name == "tonight~2", "a whole name comes before the beginning of another"
+    assert find_run(tmp_path, "toni").name == "tonight-again"
+    assert find_run(tmp_path, "last").name == "tonight-again"
+    create_run(tmp_path, "x", "tonight")
+    assert find_run(tmp_path, "tonight").path == tmp_path / "tonight"
+    with pytest.raises(RunError, match="no run 'x'"):
+        find_run(tmp_path, ".failed/x")
+
+
+def test_failed_run_takes_its_name_back_unless_another_has_it(tmp_path):
+    first = set_aside(create_run(tmp_path, "x", "tonight"))
+    second = set_aside(create_run(tmp_path, "x", "tonight"))
+    assert take_back(second) == RunFolder(tmp_path / "tonight")
+    with pytest.raises(RunError, match="is another run now"):
+        take_back(first)
+    assert first.path.exists()
+
+
+def test_run_has_stepped_once_a_step_is_recorded_or_saved(tmp_path):
+    run = create_run(tmp_path, "x", "r")
+    assert not has_stepped(run)
+    with Recorder(record_path(run.events, 1, "rank-0"), attempt=1, process="rank-0") as recorder:
+        recorder.event("resumed", step=40)
+        recorder.event("error", message="no memory")
+    assert not has_stepped(run), "a fork starts at another run's step"
+    (run.checkpoints / "step-00000001").mkdir()
+    assert has_stepped(run)
+    (run.checkpoints / "step-00000001").rmdir()
+    with Recorder(record_path(run.events, 2, "rank-0"), attempt=2, process="rank-0") as recorder:
+        recorder.event("step", step=41)
+    assert has_stepped(run)
 
 
 HOLDER = """

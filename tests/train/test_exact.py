@@ -1,13 +1,18 @@
 """A run killed anywhere and resumed ends with the bits of one that was left alone."""
 
+import os
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 
 from conftest import Lived
+from headway.agent import new_run
+from headway.errors import DamagedState
 from headway.recipe import FaultPlan
 from headway.state import verify_checkpoint
-from headway.track import compare_runs, read_run
+from headway.track import RunFolder, compare_runs, read_run
 
 STEPS = 8
 SETTINGS = {"train.steps": STEPS, "checkpoint.every_steps": 3, "eval.every_steps": 4, "eval.windows": 4}
@@ -22,8 +27,9 @@ FEW = [(2, 1, "data"), (5, 0, "compute"), (8, None, "start")]
 
 @pytest.fixture(scope="module")
 def unharmed(tmp_path_factory, make_lab, recipe):
-    """The run that nothing happened to."""
-    result = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(SETTINGS), workers=2)
+    """The run that nothing happened to; all of its checkpoints are there."""
+    settings = SETTINGS | {"checkpoint.keep_last": 9}
+    result = make_lab(tmp_path_factory.mktemp("unharmed")).train(recipe(settings), workers=2)
     assert result.outcome.state == "finished", result.outcome
     return result
 
@@ -115,3 +121,39 @@ def test_fork_from_a_step_repeats_the_original_run(make_lab, recipe, unharmed) -
     assert branch.outcome.state == "finished", branch.outcome
     assert branch.events("resumed")[0]["step"] == 6
     assert branch.digest == unharmed.digest
+
+
+@pytest.fixture
+def source(lab, unharmed) -> RunFolder:
+    """A copy of the run that nothing happened to, whose checkpoints may be damaged."""
+    return RunFolder(shutil.copytree(unharmed.run.path, lab.root / "source"))
+
+
+def first_shard(run: RunFolder, step: int) -> Path:
+    return run.checkpoints / f"step-{step:08d}" / "rank-00000.safetensors"
+
+
+def test_fork_starts_from_the_newest_intact_checkpoint_with_as_many_workers(lab, recipe, source) -> None:
+    """What resume would skip, as its size is wrong, a fork skips and says so; a step that was named is not replaced."""
+    os.truncate(first_shard(source, 8), 100)
+    attempt = new_run(recipe(SETTINGS), lab.root, origin="source")
+    assert (attempt.from_step, attempt.workers) == (6, 2)
+    assert attempt.notes[0].startswith("skipped step 8: ")
+    assert attempt.notes[1] == "starting from step 6 of source"
+    assert new_run(recipe(SETTINGS), lab.root, origin="source", workers=1).workers == 1
+    assert new_run(recipe(SETTINGS), lab.root, origin="source@6").older == ()
+    with pytest.raises(DamagedState, match="is damaged"):
+        new_run(recipe(SETTINGS), lab.root, origin="source@8")
+
+
+def test_fork_falls_back_when_reading_finds_damage_and_ends_as_the_original(lab, recipe, unharmed, source) -> None:
+    shutil.rmtree(source.checkpoints / "step-00000008")
+    content = bytearray(first_shard(source, 6).read_bytes())
+    content[-1] ^= 1
+    first_shard(source, 6).write_bytes(bytes(content))
+    branch = lab.train(recipe(SETTINGS), workers=None, origin="source")
+    assert branch.outcome.state == "finished", branch.outcome
+    assert branch.events("resumed")[-1]["step"] == 3
+    assert "is damaged" in branch.ways_on[0]
+    assert branch.ways_on[0].endswith("; resuming from step 3")
+    assert (branch.chain, branch.digest) == (unharmed.chain, unharmed.digest)

@@ -20,7 +20,7 @@ def main(descriptor: int) -> int:
     try:
         outcome = supervise_run(attempt, fd_store=FdStore(channel, entries))
     except HeadwayError as error:
-        outcome = AttemptOutcome("failed", error.message, error.hint)
+        outcome = AttemptOutcome("failed", error.message, error.hint, error.usage)
     with contextlib.suppress(ChannelClosed):
         channel.send("outcome", **asdict(outcome))
     return outcome.exit_status

@@ -34,6 +34,8 @@ class Attempt(BaseModel):
     threads: int
     checkpoint: str | None = None
     """Checkpoint to resume from: a folder, or an address in an object store."""
+    older: tuple[str, ...] = ()
+    """Checkpoints of the same source to use instead if that one is damaged, newest first."""
     from_memory: bool = False
     """Whether to resume from the snapshot in the agent's memory."""
     from_step: int = 0

@@ -159,6 +159,7 @@ def _work(
             resume_run(folder, [], workers=workers).model_copy(update={"apart": no_shared_folder}),
             detach=False,
             json=json,
+            keep_name=True,
         )
         return
     if no_shared_folder:

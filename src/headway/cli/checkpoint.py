@@ -364,6 +364,7 @@ def _averaged(checkpoint: OpenCheckpoint) -> set[str]:
         raise StateError(
             f"{checkpoint.location} has no EMA weights",
             hint="set train.ema from the first step on, or leave out --ema",
+            usage=True,
         )
     return averaged
 

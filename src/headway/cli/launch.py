@@ -10,18 +10,29 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from headway.agent import Attempt, run_launcher
+from headway.agent import Attempt, AttemptOutcome, run_launcher
 from headway.agent.fd_store import FdEntry
 from headway.cli.text import print_json
 from headway.cli.view import open_view, plan_lines, tell
 from headway.errors import RunError, WorkerError
-from headway.track import lock_holder, read_plan, read_recipe, summarize
+from headway.track import (
+    find_set_aside,
+    has_stepped,
+    lock_holder,
+    read_plan,
+    read_recipe,
+    set_aside,
+    summarize,
+)
 
 DETACH_TIMEOUT_S = 120.0
 
 
-def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
-    """Run an attempt to its end and exit with its status, or leave it to a launcher in the background."""
+def launch(attempt: Attempt, *, detach: bool, json: bool, keep_name: bool = False) -> None:
+    """Run an attempt to its end and exit with its status, or leave it to a launcher in the background.
+
+    A run that fails before its first step is set aside, except with `keep_name`.
+    """
     name, plan = attempt.run.name, read_plan(attempt.folder)
     planned = None if plan is None else plan.model_dump()
     for line in plan_lines(plan) if plan else []:
@@ -29,7 +40,7 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
     if detach:
         for note in attempt.notes:
             tell(f"note: {note}")
-        pid = wait_for_agent(attempt, start_launcher(attempt))
+        pid = wait_for_agent(attempt, start_launcher(attempt, keep_name=keep_name))
         if json:
             print_json({"run": name, "agent": pid, "plan": planned})
         else:
@@ -42,7 +53,8 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
     with open_view(attempt, quiet=json) as view:
         outcome = run_launcher(attempt, on_tick=view.tick)
     if outcome.state == "failed":
-        raise WorkerError(f"{name}: {outcome.reason}", hint=outcome.hint)
+        outcome = outcome if keep_name else _free_name(attempt, outcome)
+        raise WorkerError(f"{name}: {outcome.reason}", hint=outcome.hint, usage=outcome.usage)
     summary = summarize(attempt.folder)
     total = read_recipe(attempt.folder).train.steps
     if json:
@@ -55,6 +67,25 @@ def launch(attempt: Attempt, *, detach: bool, json: bool) -> None:
     sys.exit(outcome.exit_status)
 
 
+def _free_name(attempt: Attempt, outcome: AttemptOutcome) -> AttemptOutcome:
+    """Set a run aside if it failed before its first step; return the outcome with its new place."""
+    run = attempt.folder
+    submitted = (run.path / "jobs.jsonl").exists()
+    if attempt.apart or submitted or lock_holder(run) is not None or has_stepped(run):
+        return outcome
+    try:
+        aside = set_aside(run)
+    except OSError:
+        return outcome  # the error that ended the run matters more
+    hint = "" if outcome.hint is None else outcome.hint.replace(str(run.path), str(aside.path)) + "; "
+    return AttemptOutcome(
+        outcome.state,
+        outcome.reason.replace(str(run.path), str(aside.path)),
+        f"{hint}no step was done, so the name {run.name} is free again: this run is now in {aside.path}",
+        outcome.usage,
+    )
+
+
 def main() -> int:
     """Launcher without a terminal: run the attempt given as JSON on standard input, with what another agent left."""
     request = from_json(sys.stdin.read())
@@ -64,6 +95,8 @@ def main() -> int:
         inherited["door"] = FdEntry({}, (request["door"],))
     with open_view(attempt, quiet=False) as view:
         outcome = run_launcher(attempt, on_tick=view.tick, inherited=inherited)
+    if outcome.state == "failed" and not request["keep_name"]:
+        outcome = _free_name(attempt, outcome)
     print(f"{outcome.state}: {outcome.reason}", file=sys.stderr)
     return outcome.exit_status
 
@@ -73,8 +106,12 @@ def start_launcher(
     inherited: Mapping[str, Mapping[str, Any]] | None = None,
     door: int | None = None,
     shown: bool = False,
+    keep_name: bool = True,
 ) -> subprocess.Popen[bytes]:
-    """Start a launcher in its own session; it prints where this process does if `shown`, else into a log."""
+    """Start a launcher in its own session; it prints where this process does if `shown`, else into a log.
+
+    `keep_name` as in `launch`.
+    """
     attempt.folder.logs.mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
         output = None if shown else stack.enter_context(launcher_log(attempt).open("ab"))
@@ -89,13 +126,16 @@ def start_launcher(
     assert process.stdin is not None
     with process.stdin as pipe:
         request = {"attempt": attempt.model_dump(mode="json"), "left": dict(inherited or {}), "door": door}
-        pipe.write(to_json(request))
+        pipe.write(to_json(request | {"keep_name": keep_name}))
     return process
 
 
 def launcher_log(attempt: Attempt) -> Path:
     """Return the log of what a terminal would show."""
-    return attempt.folder.logs / f"{attempt.number:04d}-keeper.log"
+    run = attempt.folder
+    if not run.path.exists():
+        run = find_set_aside(run.path.parent, run.name) or run
+    return run.logs / f"{attempt.number:04d}-keeper.log"
 
 
 def wait_for_agent(attempt: Attempt, launcher: subprocess.Popen[bytes]) -> int:

@@ -20,7 +20,7 @@ from headway.cluster.engines.submissions import last_submission
 from headway.cluster.submit.runs import submitted_runs
 from headway.cluster.submit.sweeps import Sweep
 from headway.errors import EngineError, RunError
-from headway.track import RunFolder, find_run, lock_holder, runs_root
+from headway.track import RunFolder, find_run, find_set_aside, lock_holder, runs_root
 
 _POLL_S = 0.25
 _POLL_ENGINE_S = 2.0
@@ -53,7 +53,7 @@ def logs(
     files = _files(folder, rank, attempt)
     if not files and not follow:
         available = ", ".join(sorted(path.name for path in folder.logs.glob("*-*.log"))) or "none"
-        raise RunError(f"run {folder.name} has no such log", hint=f"available: {available}")
+        raise RunError(f"run {folder.name} has no such log", hint=f"available: {available}", usage=True)
     show = _printer(json, headings=rank is None)
     for name, line in _lines(folder, rank, attempt, follow, sync):
         show(name, line)
@@ -66,6 +66,7 @@ def _sweep_error(sweep: Sweep) -> RunError:
     return RunError(
         f"{sweep.name} is a sweep; its runs have separate logs",
         hint=f"its runs: {', '.join(names[:SHOWN_RUNS])}{more}",
+        usage=True,
     )
 
 
@@ -123,6 +124,9 @@ def _lines(
     offsets: dict[Path, int] = {}
     event_lines = defaultdict[Path, _EventLines](_EventLines)
     while True:
+        if not run.path.exists() and (aside := find_set_aside(run.path.parent, run.name)) is not None:
+            offsets = {aside.path / path.relative_to(run.path): offset for path, offset in offsets.items()}
+            run = aside
         alive = follow and is_alive(run)  # checked before reading, so that the last lines are not missed
         if follow:
             sync.now(at_once=not alive)
@@ -133,7 +137,7 @@ def _lines(
             for line in data[:end].splitlines():
                 lines = event_lines[path].parse(line) if path.suffix == ".jsonl" else [line.decode(errors="replace")]
                 yield from ((path.name, text) for text in lines)
-        if not alive:
+        if not alive and (run.path.exists() or find_set_aside(run.path.parent, run.name) is None):
             return
         time.sleep(_POLL_S if lock_holder(run) is not None else _POLL_ENGINE_S)
 
@@ -171,9 +175,13 @@ class _EventLines:
 
 
 def _read_from(path: Path, offset: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read()
+    """Return what a log has from an offset on; nothing if its run was set aside a moment ago."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read()
+    except FileNotFoundError:
+        return b""
 
 
 def _printer(json: bool, headings: bool) -> Callable[[str, str], None]:

@@ -9,6 +9,7 @@ from headway.cli.launch import launch
 from headway.cli.mesh import parse_layout
 from headway.cli.options import Detach, Json, Runs, Settings, complete_run
 from headway.cli.run_lookup import folder_of
+from headway.track import is_set_aside, take_back
 
 
 def resume(
@@ -49,4 +50,6 @@ def resume(
     folder, from_store = folder_of(run, runs, alone=True)
     layout = None if mesh is None else parse_layout(mesh, stated_recipe(folder).parallel)
     attempt = resume_run(folder, settings or [], workers=workers, mesh=layout, nodes=nodes, spares=spares)
+    if is_set_aside(folder):
+        attempt = attempt.model_copy(update={"run": take_back(folder).path})
     launch(attempt.model_copy(update={"apart": from_store}), detach=detach, json=json)

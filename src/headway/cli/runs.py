@@ -2,12 +2,13 @@
 
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from textwrap import wrap
 
 from headway.cli.options import Json, Runs
 from headway.cli.run_sync import is_elsewhere
-from headway.cli.text import duration, print_json
-from headway.track import RunFolder, RunSummary, list_runs, runs_root, summarize
+from headway.cli.text import duration, plural, print_json
+from headway.track import FAILED, RunFolder, RunSummary, list_runs, runs_root, summarize
 
 
 def runs(runs: Runs = None, json: Json = False) -> None:
@@ -18,11 +19,10 @@ def runs(runs: Runs = None, json: Json = False) -> None:
     if json:
         print_json([asdict(summary) for summary in summaries])
     elif not summaries:
-        print(f"no runs in {root}")
-        print("next: headway train RECIPE")
+        print("\n".join([f"no runs in {root}", *_set_aside(root), "next: headway train RECIPE"]))
     else:
         print("\n".join(_table(summaries)))
-        print("\n".join([*_outdated(folders, summaries), "next: headway report last"]))
+        print("\n".join([*_outdated(folders, summaries), *_set_aside(root), "next: headway report last"]))
 
 
 def _outdated(folders: list[RunFolder], summaries: list[RunSummary]) -> list[str]:
@@ -39,6 +39,15 @@ def _outdated(folders: list[RunFolder], summaries: list[RunSummary]) -> list[str
     return wrap(
         f"note: {what} on other machines and may be further on: headway fetch {which}", 80, subsequent_indent="  "
     )
+
+
+def _set_aside(root: Path) -> list[str]:
+    """Return a note on runs that failed before their first step."""
+    count = len(list_runs(root / FAILED))
+    if not count:
+        return []
+    text = f"note: {plural(count, 'run')} failed before the first step: headway runs --runs {root / FAILED}"
+    return wrap(text, 80, subsequent_indent="  ", break_long_words=False)
 
 
 def _summary(run: RunFolder) -> RunSummary:

@@ -8,7 +8,7 @@ import typer
 from headway.agent import new_run, recipe_of_ref
 from headway.cli.launch import launch
 from headway.cli.mesh import parse_layout
-from headway.cli.options import Detach, Json, Runs, Settings, Workers
+from headway.cli.options import Detach, Json, Runs, Settings
 from headway.errors import UsageError
 from headway.recipe import load_recipe, with_settings
 from headway.track import runs_root
@@ -16,13 +16,25 @@ from headway.track import runs_root
 
 def train(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe in TOML; optional with --from.")] = None,
-    workers: Workers = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            min=1,
+            metavar="N",
+            help="Processes to train with (default: one per GPU, or one on CPU; with --from, as in that run).",
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the run (default: the recipe's name and four digits).")
     ] = None,
     origin: Annotated[
         str | None,
-        typer.Option("--from", metavar="RUN@STEP", help="Start from a checkpoint of another run."),
+        typer.Option(
+            "--from",
+            metavar="RUN@STEP",
+            help="Start from a checkpoint of another run; RUN alone: the newest intact one.",
+        ),
     ] = None,
     mesh: Annotated[
         str | None,

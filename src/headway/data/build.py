@@ -26,7 +26,7 @@ from headway.data.sources import ReadOptions, SourceFile, TextBlock, find_source
 from headway.data.tiktoken_encoder import EncodersDiffer, TiktokenEncoder, fast_encoder
 from headway.data.tokenizer import TextTokenizer, cut_blocks, load_tokenizer, train_tokenizer
 from headway.data.writer import ShardWriter, dtype_for, finish_dataset, install_folder, new_folder, write_file
-from headway.errors import DataError
+from headway.errors import DamagedData, DataError
 
 Engine = Literal["auto", "tokenizers", "tiktoken"]
 
@@ -144,7 +144,7 @@ def build_dataset(
                 changed = _install(folder, target, manifest, force)
             except OSError as error:
                 reason = error.strerror or error
-                raise DataError(f"cannot write {target}: {reason}", hint="is the disk full?") from error
+                raise DamagedData(f"cannot write {target}: {reason}", hint="is the disk full?") from error
         return BuildResult(target, manifest, changed, len(files), reader.total, len(skipped), encoded_by)
 
     if remote_encoders is not None:

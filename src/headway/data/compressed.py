@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from headway.errors import DataError
+from headway.errors import DamagedData, DataError
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 
@@ -33,9 +33,9 @@ def open_plain(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
                     yield raw, raw.tell
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         kind = "zst" if path.suffix.lower() == ".zst" else "gzip"
-        raise DataError(f"{path} is not a complete {kind} file: {error}", hint="download it again") from None
+        raise DamagedData(f"{path} is not a complete {kind} file: {error}", hint="download it again") from None
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+        raise DamagedData(f"cannot read {path}: {error.strerror or error}") from None
 
 
 class _ZstReader(io.RawIOBase):

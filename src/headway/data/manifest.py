@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from headway.errors import DataError
+from headway.errors import DamagedData, DataError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> DatasetManifest:
             hint=f"build one: headway data build {folder} SOURCES...",
         ) from None
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+        raise DamagedData(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise _damaged(path, str(error)) from None
     version = content.get("format") if isinstance(content, dict) else None
@@ -119,8 +119,8 @@ def _check_consistent(manifest: DatasetManifest, path: Path) -> None:
         raise _damaged(path, "its totals disagree")
 
 
-def _damaged(path: Path, why: str) -> DataError:
-    return DataError(f"{path} is damaged: {why}", hint="copy the dataset again, or rebuild it with --force")
+def _damaged(path: Path, why: str) -> DamagedData:
+    return DamagedData(f"{path} is damaged: {why}", hint="copy the dataset again, or rebuild it with --force")
 
 
 def shard_name(kind: Literal["tokens", "documents"], number: int) -> str:

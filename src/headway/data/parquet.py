@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headway.errors import DataError
+from headway.errors import DamagedData, DataError
 
 Row = tuple[int, dict[str, bytes | None], int]
 """(number from 1, the columns' bytes by name, approximate position in the file on disk)."""
@@ -29,12 +29,12 @@ def read_rows(path: Path, columns: list[str], file_bytes: int) -> Iterator[Row]:
                     number += 1
                     yield number, dict(zip(columns, row, strict=True)), file_bytes * number // max(total, 1)
     except arrow.ArrowException as error:
-        raise DataError(
+        raise DamagedData(
             f"{path} is not a complete Parquet file: {str(error).splitlines()[0]}", hint="download or write it again"
         ) from None
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)  # Arrow's own message repeats the path
-        raise DataError(f"cannot read {path}: {why}", hint="download or write it again") from None
+        raise DamagedData(f"cannot read {path}: {why}", hint="download or write it again") from None
 
 
 def _check_columns(arrow: Any, path: Path, schema: Any, columns: list[str]) -> None:

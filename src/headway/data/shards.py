@@ -18,7 +18,7 @@ import numpy.typing as npt
 from headway.data.manifest import TOKENIZER, DataFile, DatasetManifest, read_manifest, read_stamp, stamp_of, write_stamp
 from headway.data.order import Split, count_windows, split_windows
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
-from headway.errors import DataError
+from headway.errors import DamagedData, DataError
 
 Verify = Literal["changed", "full", "sizes"]
 
@@ -145,5 +145,5 @@ def _sha256(path: Path) -> str:
         raise _corrupt(path, f"cannot be read ({error.strerror})") from None
 
 
-def _corrupt(path: Path, why: str) -> DataError:
-    return DataError(f"{path} {why}", hint="copy the dataset again, or rebuild it with --force")
+def _corrupt(path: Path, why: str) -> DamagedData:
+    return DamagedData(f"{path} {why}", hint="copy the dataset again, or rebuild it with --force")

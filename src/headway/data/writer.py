@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.data.manifest import MANIFEST, TOKENIZER, DataFile, DatasetManifest, shard_name, stamp_of, write_stamp
-from headway.errors import DataError
+from headway.errors import DamagedData
 from headway.track import make_durable
 
 
@@ -170,7 +170,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             lock = os.open(folder, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            raise DataError(f"cannot write in {out.parent}: {error.strerror}", hint="choose another folder") from None
+            raise DamagedData(f"cannot write in {out.parent}: {error.strerror}", hint="choose another folder") from None
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

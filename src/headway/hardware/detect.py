@@ -36,7 +36,7 @@ def devices(kind: Literal["auto", "cpu", "cuda"] = "auto") -> Devices:
     hint = "set train.device to auto or cpu"
     if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
         hint += f", or check CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
-    raise RunError("no usable NVIDIA GPU on this machine", hint=hint)
+    raise RunError("no usable NVIDIA GPU on this machine", hint=hint, usage=True)
 
 
 def this_cpu(workers: int = 1) -> Chip:

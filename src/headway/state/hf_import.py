@@ -50,7 +50,7 @@ def import_run(
     """
     final = RunFolder(root.absolute() / name)
     if final.path.exists():
-        raise RunError(f"run {name} already exists", hint="choose another name with --name")
+        raise RunError(f"run {name} already exists", hint="choose another name with --name", usage=True)
     try:
         with _staging_folder(root) as staging:
             run = create_run(staging, name, name)

@@ -79,7 +79,7 @@ class StoreCheckpoint(CheckpointSource):
         """See CheckpointSource."""
         self._content = self._store.find(_manifest_key(self._step))
         if self._content is None:
-            raise StateError(f"{self._store.url} has no checkpoint of step {self._step}", hint=_HINT)
+            raise StateError(f"{self._store.url} has no checkpoint of step {self._step}", hint=_HINT, usage=True)
         return self._content
 
     def size(self, file: str) -> int:
@@ -198,7 +198,7 @@ def fetch(store: ObjectStore, step: int, folder: Path) -> Path:
     manifest = open_checkpoint(source).manifest
     path = folder / _step_name(step)
     if path.exists():
-        raise StateError(f"{path} already exists", hint="use it, or remove it first")
+        raise StateError(f"{path} already exists", hint="use it, or remove it first", usage=True)
     save = begin_checkpoint(folder, step, manifest.bytes, writer=f"fetch-{os.getpid()}")
     try:
         with explain_write_errors(f"{path} could not be written"):

@@ -286,6 +286,7 @@ def find_checkpoint(checkpoints: Path, step: int | None = None) -> Path:
         raise StateError(
             f"{checkpoints} has no checkpoint",
             hint="the run may have stopped before its first save (checkpoint.every_steps)",
+            usage=True,
         )
     for entry in reversed(entries):
         if step is None or entry.step == step:
@@ -294,6 +295,7 @@ def find_checkpoint(checkpoints: Path, step: int | None = None) -> Path:
     raise StateError(
         f"{checkpoints} has no checkpoint of step {step}",
         hint=f"there {'are' if len(entries) > 1 else 'is'} {'..., ' if len(entries) > 10 else ''}{steps}",
+        usage=True,
     )
 
 

@@ -20,10 +20,14 @@ from headway.track.ledger import ACCOUNTS, AttemptTime, Ledger, account, largest
 from headway.track.metrics import history, metric_names, read_metric, read_metrics
 from headway.track.plans import RunPlan, read_plan, write_plan
 from headway.track.runs import (
+    FAILED,
     RunFolder,
     RunSummary,
     create_run,
     find_run,
+    find_set_aside,
+    has_stepped,
+    is_set_aside,
     list_runs,
     lock_holder,
     lock_run,
@@ -31,12 +35,15 @@ from headway.track.runs import (
     parse_ref,
     run_id,
     runs_root,
+    set_aside,
     summarize,
+    take_back,
 )
 from headway.track.tensorboard import export_tensorboard
 
 __all__ = [
     "ACCOUNTS",
+    "FAILED",
     "FORMAT",
     "START",
     "AttemptTime",
@@ -58,7 +65,10 @@ __all__ = [
     "export_tensorboard",
     "extend_chain",
     "find_run",
+    "find_set_aside",
+    "has_stepped",
     "history",
+    "is_set_aside",
     "kept_until",
     "largest_overhead",
     "list_runs",
@@ -78,7 +88,9 @@ __all__ = [
     "record_path",
     "run_id",
     "runs_root",
+    "set_aside",
     "summarize",
+    "take_back",
     "write_json",
     "write_plan",
 ]

@@ -6,10 +6,13 @@ runs/<run>/
   checkpoints/  step-<n>/
   logs/         <attempt>-rank-<n>.log, <attempt>-agent.log
   lock          held by the agent while the run is alive
+runs/.failed/<run>/  a run that failed before its first step: its name is free for the next try
 """
 
 import difflib
+import errno
 import fcntl
+import itertools
 import os
 import re
 import secrets
@@ -28,7 +31,11 @@ from headway.track.events import Event, Header, Record, clock_offset, read_ends,
 
 RunState: TypeAlias = Literal["submitted", "running", "finished", "stopped", "failed", "interrupted"]
 
+FAILED = ".failed"
+"""Folder, beside all runs, of those that failed before their first step."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_COPY = "~"  # between the name of a failed run and its number, if there are several; no run's name has one
 
 
 class _PathInRun:
@@ -114,6 +121,7 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
         raise RunError(
             f"invalid run name {name!r}",
             hint="use up to 64 letters, digits, dots, dashes and underscores; start with a letter or digit; not `last`",
+            usage=True,
         )
     while True:
         run = RunFolder(root / (name or f"{recipe_name}-{secrets.token_hex(2)}"))
@@ -123,7 +131,7 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
             if name is None:
                 continue
             raise RunError(
-                f"run {name} already exists", hint=f"choose another name, or `headway resume {name}`"
+                f"run {name} already exists", hint=f"choose another name, or `headway resume {name}`", usage=True
             ) from None
         except OSError as error:
             raise RunError(
@@ -142,10 +150,18 @@ def list_runs(root: Path) -> list[RunFolder]:
 
 
 def find_run(root: Path, ref: str) -> RunFolder:
-    """Return the run with this name or unique prefix, or the `last` active one."""
+    """Return the run with this name or unique prefix, or the `last` active one.
+
+    If no run has the name, it is that of the last one of this name that failed before its first step.
+    """
     runs = list_runs(root)
+    if ref.startswith(f"{FAILED}/"):
+        root, ref = root / FAILED, ref.removeprefix(f"{FAILED}/")
+        runs = list_runs(root)
+    elif all(run.name != ref for run in runs) and (aside := find_set_aside(root, ref)) is not None:
+        return aside
     if not runs:
-        raise RunError(f"no runs in {root}", hint="give the folder of runs with --runs or HEADWAY_RUNS")
+        raise RunError(f"no runs in {root}", hint="give the folder of runs with --runs or HEADWAY_RUNS", usage=True)
     if ref == "last":
         return runs[0]
     names = [run.name for run in runs]
@@ -154,9 +170,10 @@ def find_run(root: Path, ref: str) -> RunFolder:
         return matches[0]
     if matches:
         shown = ", ".join(sorted(run.name for run in matches)[:8])
-        raise RunError(f"{len(matches)} runs start with {ref!r}: {shown}", hint="give more of the name")
+        raise RunError(f"{len(matches)} runs start with {ref!r}: {shown}", hint="give more of the name", usage=True)
     near = difflib.get_close_matches(ref, names, n=3, cutoff=0.5) or names[:3]
-    raise RunError(f"no run {ref!r} in {root}", hint=f"did you mean {' or '.join(near)}?  (headway runs lists all)")
+    hint = f"did you mean {' or '.join(near)}?  (headway runs lists all)"
+    raise RunError(f"no run {ref!r} in {root}", hint=hint, usage=True)
 
 
 def parse_ref(text: str) -> tuple[str, int | None]:
@@ -183,6 +200,56 @@ def _active(run: RunFolder) -> int:
     """Return when a run last wrote an event, else when it was created (ns)."""
     times = [path.stat().st_mtime_ns for path in run.events.glob("*.jsonl")]
     return max(times, default=run.path.stat().st_mtime_ns)
+
+
+# -- runs that failed before their first step
+
+
+def set_aside(run: RunFolder) -> RunFolder:
+    """Move a run out of the way of its name, to `.failed`; return its folder there."""
+    folder = run.path.parent / FAILED
+    folder.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        target = folder / (run.name if number == 1 else f"{run.name}{_COPY}{number}")
+        try:
+            return RunFolder(run.path.rename(target))
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+    raise AssertionError
+
+
+def take_back(run: RunFolder) -> RunFolder:
+    """Give a run that was set aside its name again; raise RunError if another has it now."""
+    target = run.path.parent.parent / run.name.partition(_COPY)[0]
+    try:
+        if target.exists():
+            raise FileExistsError
+        return RunFolder(run.path.rename(target))
+    except OSError:
+        raise RunError(
+            f"{target} is another run now; {FAILED}/{run.name} cannot have its name again",
+            hint=f"headway train --name starts it under another; headway logs {FAILED}/{run.name} shows why it failed",
+            usage=True,
+        ) from None
+
+
+def is_set_aside(run: RunFolder) -> bool:
+    """Whether a run failed before its first step, and was moved to `.failed`."""
+    return run.path.parent.name == FAILED
+
+
+def find_set_aside(root: Path, name: str) -> RunFolder | None:
+    """Return the last run of this name that was set aside."""
+    runs = list_runs(root / FAILED)
+    return next((run for run in runs if name in (run.name, run.name.partition(_COPY)[0])), None)
+
+
+def has_stepped(run: RunFolder) -> bool:
+    """Whether a run has done a step, in any attempt, or saved a state."""
+    leaders = [_ends(run, number, "rank-0") for number in _attempts(run)]
+    steps = (event for record in leaders for event in record.events if event["kind"] == "step")
+    return any(steps) or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
 
 
 # -- the lock

@@ -177,11 +177,12 @@ def count_workers(recipe: Recipe, requested: int | None, default: int) -> int:
 def check_workers(recipe: Recipe, workers: int, devices: Devices) -> None:
     """Check that the batch divides evenly over the data ranks, and that every worker has a device."""
     if workers < 1:
-        raise RunError(f"{workers} workers cannot train", hint="--workers takes 1 or more")
+        raise RunError(f"{workers} workers cannot train", hint="--workers takes 1 or more", usage=True)
     if devices.kind == "cuda" and workers > devices.count:
         raise RunError(
             f"{workers} workers, but there are {devices.count} GPUs ({devices.name})",
             hint=f"--workers {devices.count}, or --set train.device=cpu",
+            usage=True,
         )
     mesh = stated_mesh(recipe.parallel, workers)
     ranks = f"{workers} workers" if mesh.data == workers else f"{mesh.data} data ranks of {workers} workers"

@@ -7,7 +7,7 @@ and batch are checked before a run folder is created or touched.
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -24,7 +24,7 @@ from headway.recipe import Data, FaultPlan, Model, Parallel, Recipe, changed_key
 from headway.recipe.huggingface import read_model
 from headway.recipe.patterns import matched
 from headway.recipe.upgrade import upgrade_recipe
-from headway.state import find_checkpoint
+from headway.state import find_checkpoint, list_checkpoints
 from headway.state.address import is_in_store, open_address
 from headway.state.hf_import import NO_DATA
 from headway.state.hf_sidecars import copy_sidecars, save_sidecars
@@ -62,17 +62,19 @@ def new_run(
     nodes: int = 1,
     spares: int = 0,
 ) -> Attempt:
-    """Create a run and return its first attempt. It continues from the state of `origin` (RUN or RUN@STEP), if given;
-    `on` are its devices, if not those of this machine."""
+    """Create a run and return its first attempt. It continues from the state of `origin` (RUN or RUN@STEP), if given,
+    by default with as many workers; `on` are its devices, if not those of this machine."""
     store_notes = check_store(recipe)
     recipe = resolve_recipe(recipe, root)
     available = on or devices(recipe.train.device)
-    check_axes(recipe, workers or default_workers(available))
-    count = count_workers(recipe, workers, max(default_workers(available), nodes))
+    branch = branch_point(root, origin) if origin else None
+    checkpoint, workers_before = (None, None) if branch is None else (branch.checkpoint, branch.workers)
+    default = workers_before or default_workers(available)
+    check_axes(recipe, workers or default)
+    count = count_workers(recipe, workers, max(default, nodes))
     check_workers(recipe, count, available)
     check_mesh(recipe, count)
     _check_nodes(nodes, count)
-    checkpoint = checkpoint_of(root, origin) if origin else None
     if checkpoint is not None:
         check_branch(recipe, checkpoint)
     planned = plan_run(recipe, available, count)
@@ -84,6 +86,7 @@ def new_run(
         raise RunError(
             f"{recipe.checkpoint.store.url} has checkpoints of another run named {run.name}",
             hint="use another --name or another checkpoint.store.url",
+            usage=True,
         )
     try:
         write_json(run.recipe_file, planned.recipe.model_dump())
@@ -96,11 +99,12 @@ def new_run(
         raise RunError(
             f"cannot write into {root}: {error.strerror}", hint="free some space, or name another folder with --runs"
         ) from None
-    notes = [*store_notes, *planned.notes, *idle_settings(recipe, available, count)]
+    notes = [*store_notes, *(branch.notes if branch else []), *planned.notes, *idle_settings(recipe, available, count)]
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
         notes.append("run headway check: a wrong model.layout is silent")
-    return make_attempt(run, 1, count, available, checkpoint, notes=notes, nodes=nodes, spares=spares)
+    older = branch.older if branch else ()
+    return make_attempt(run, 1, count, available, checkpoint, notes=notes, nodes=nodes, spares=spares, older=older)
 
 
 def resume_run(
@@ -126,6 +130,7 @@ def resume_run(
         raise RunError(
             f"run {run.name} was imported: it has weights, but no data and no optimizer state",
             hint=f'start a run from it: model.init = "{run.name}" in a recipe',
+            usage=True,
         )
     new, _ = pin_data(with_settings(old, settings))
     if mesh is not None:
@@ -144,6 +149,7 @@ def resume_run(
         raise RunError(
             f"run {run.name} has finished all of its {step} steps",
             hint=f"headway resume {run.name} --set train.steps={2 * step} continues it",
+            usage=True,
         )
     starts = [event for event in events if event["kind"] == "attempt"]
     workers_before = manifest.workers if manifest else starts[-1]["workers"] if starts else None
@@ -368,6 +374,35 @@ def _shaped(model: Model, shape: Model, init: str) -> Model:
     return shape.model_copy(update=update)
 
 
+class BranchPoint(NamedTuple):
+    """The checkpoint of another run that a new one continues from."""
+
+    checkpoint: str
+    """Its address."""
+    workers: int
+    """How many wrote it."""
+    older: tuple[str, ...] = ()
+    """Checkpoints to use instead if it turns out to be damaged, newest first; none if a step was named."""
+    notes: tuple[str, ...] = ()
+    """What is wrong with newer ones."""
+
+
+def branch_point(root: Path, ref: str) -> BranchPoint:
+    """Return the checkpoint that a reference names; of RUN without a step the newest that looks intact."""
+    if _address(ref) is not None or parse_ref(ref)[1] is not None:
+        checkpoint = checkpoint_of(root, ref)
+        return BranchPoint(checkpoint, open_address(checkpoint).manifest.workers)
+    run = find_run(root, ref)
+    events = [event for record in read_run(run) for event in record.events]
+    newest, skipped = newest_checkpoint(run, events, read_recipe(run))
+    checkpoint = newest or checkpoint_of(root, ref)  # which raises: the run never saved
+    manifest = open_address(checkpoint).manifest
+    older = [str(entry.path.resolve()) for entry in list_checkpoints(run.checkpoints) if entry.step < manifest.step]
+    notes = [*skipped, f"starting from step {manifest.step} of {run.name}"] if skipped else []
+    checkpoint = checkpoint if is_in_store(checkpoint) else str(Path(checkpoint).resolve())
+    return BranchPoint(checkpoint, manifest.workers, tuple(reversed(older)), tuple(notes))
+
+
 def checkpoint_of(root: Path, ref: str) -> str:
     """Return the checkpoint address of RUN, RUN@STEP, a folder or an address in an object store."""
     address = _address(ref)
@@ -399,6 +434,7 @@ def check_branch(recipe: Recipe, checkpoint: str) -> None:
             raise StateError(
                 f"--from: model.{key} is {source[key]} in the checkpoint and {target.get(key)} in the recipe",
                 hint="only a model of the same shape can continue from it",
+                usage=True,
             )
     weights_only = f"--set model.init={checkpoint} instead of --from takes only the weights"
     if before.train.optimizer != recipe.train.optimizer:
@@ -406,6 +442,7 @@ def check_branch(recipe: Recipe, checkpoint: str) -> None:
             f"--from: the checkpoint has the state of {before.train.optimizer}, but train.optimizer is "
             f"{recipe.train.optimizer}",
             hint=weights_only,
+            usage=True,
         )
     names = [] if recipe.model.class_ is not None else [*recipe.model.tensors()]
     thawed = matched("train.freeze", before.train.freeze, names) - matched("train.freeze", recipe.train.freeze, names)
@@ -413,6 +450,7 @@ def check_branch(recipe: Recipe, checkpoint: str) -> None:
         raise StateError(
             f"--from: {min(thawed)} was frozen, so the checkpoint has no optimizer state of it",
             hint=weights_only,
+            usage=True,
         )
     step = open_address(checkpoint).manifest.step
     if step >= recipe.train.steps:

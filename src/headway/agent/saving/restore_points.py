@@ -4,6 +4,7 @@ Only manifests and sizes are checked. Workers find damage that only a full read 
 without that checkpoint.
 """
 
+import contextlib
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,7 @@ def need_store(recipe: Recipe, run: str) -> str:
         raise RunError(
             f"run {run} needs an object store: no folder is shared",
             hint='add [checkpoint.store] with a url to the recipe, for example url = "s3://bucket/prefix"',
+            usage=True,
         )
     return store_url(recipe.checkpoint.store, run)
 
@@ -139,12 +141,24 @@ def find_restore_options(
     disk, _ = newest_on_disk(run.checkpoints, damaged)
     search_store = failures[-1].cause == "damaged" or (disk is None and memory_step is None)
     store = newest_in_store(run, recipe.checkpoint.store, damaged)[0] if search_store else None
+    start, origin = _start_of(first, damaged)
     states = RestorableSteps(
         memory=None if "memory" in damaged else memory_step,
         disk=None if disk is None else disk.step,
         store=None if store is None else store.step,
-        start=None if first.checkpoint in damaged else first.from_step,
+        start=start,
     )
-    addresses: dict[Source, str | None] = {"start": first.checkpoint}
+    addresses: dict[Source, str | None] = {"start": origin}
     addresses |= {} if disk is None else {"disk": disk.address}
     return RestoreOptions(states, addresses | ({} if store is None else {"store": store.address}))
+
+
+def _start_of(first: Attempt, damaged: Container[str | None]) -> tuple[int | None, str | None]:
+    """Step and address of the state that a run started from; of an older one if that is damaged, None if all are."""
+    if first.checkpoint not in damaged:
+        return first.from_step, first.checkpoint
+    for address in first.older:
+        with contextlib.suppress(StateError):
+            if address not in damaged:
+                return open_address(address).manifest.step, address
+    return None, None

@@ -28,7 +28,7 @@ from headway.agent.supervise.stop_signals import StopSignals
 from headway.agent.supervise.worker_monitor import WorkerMonitor
 from headway.agent.workers.workers import NodeLost, TooFewNodes, Workers
 from headway.agent.workers.zygote import ZygoteDied, log_tail
-from headway.errors import HeadwayError, WorkerError
+from headway.errors import USAGE_TYPES, HeadwayError, WorkerError
 from headway.state import list_checkpoints
 from headway.track import Recorder, RunFolder, read_recipe, read_record, record_path
 
@@ -138,7 +138,7 @@ def run_attempt(attempt: Attempt, agent: AgentContext) -> AttemptResult:
     except HeadwayError as error:
         end.zygote_died = isinstance(error, ZygoteDied)
         saves.end()
-        return AttemptResult(AttemptOutcome("failed", error.message, error.hint), end)
+        return AttemptResult(AttemptOutcome("failed", error.message, error.hint, error.usage), end)
     finally:
         workers.dismiss()
         shutil.rmtree(run.rendezvous, ignore_errors=True)
@@ -281,6 +281,6 @@ def _initialization_error(run: RunFolder, attempt: int, code: int) -> WorkerErro
     hint = f"headway logs {run.name} shows all of its log"
     for event in reversed(read_record(record).events if record.exists() else []):
         if event["kind"] == "error":
-            return WorkerError(event["message"], hint=event["hint"] or hint)
+            return WorkerError(event["message"], hint=event["hint"] or hint, usage=event["type"] in USAGE_TYPES)
     how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
     return WorkerError(f"weight initialization {how}; the end of its log: {log_tail(log, 3)}", hint=hint)

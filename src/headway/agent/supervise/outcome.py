@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from headway.agent.supervise.worker_monitor import LostWorker
 from headway.agent.workers.workers import WorkerExit
 from headway.agent.workers.zygote import log_tail
-from headway.errors import StateError
+from headway.errors import USAGE_TYPES, StateError
 from headway.track import RunFolder, read_record, record_path
 
 COMMON_ERRORS = ("BadNumbers", "Corrupted")
@@ -29,11 +29,13 @@ class AttemptOutcome:
     state: Literal["finished", "stopped", "failed"]
     reason: str
     hint: str | None
+    usage: bool = False
+    """Whether it failed by a mistake in the recipe."""
 
     @property
     def exit_status(self) -> int:
-        """What the command exits with: 75 means that the run is worth resuming."""
-        return {"finished": 0, "stopped": 75, "failed": 1}[self.state]
+        """What the command exits with: 75 means that the run is worth resuming, 2 that the recipe must change."""
+        return {"finished": 0, "stopped": 75, "failed": 2 if self.usage else 1}[self.state]
 
 
 @dataclass
@@ -133,7 +135,7 @@ def explain_exit(evidence: ExitEvidence) -> AttemptOutcome:
             if error is not None and error["type"] != "PeerFailed":
                 hint = error["hint"] or f"headway logs {run.name} --rank {other} shows all of its log"
                 who = "" if error["type"] in COMMON_ERRORS else f"worker {other} failed: "
-                return AttemptOutcome("failed", f"{who}{error['message']}", hint)
+                return AttemptOutcome("failed", f"{who}{error['message']}", hint, error["type"] in USAGE_TYPES)
     if code == -signal.SIGKILL and end.killed_for_memory:
         return AttemptOutcome(
             "failed",

@@ -287,5 +287,5 @@ def requeue(root: Path, run: RunFolder, avoid: tuple[str, ...] = ()) -> Submitte
 def _submitted(root: Path, run: RunFolder) -> SubmittedRun:
     submitted = submitted_runs(root, [run])
     if not submitted:
-        raise RunError(f"run {run.name} was not submitted to an engine", hint=f"headway stop {run.name}")
+        raise RunError(f"run {run.name} was not submitted to an engine", hint=f"headway stop {run.name}", usage=True)
     return submitted[0]

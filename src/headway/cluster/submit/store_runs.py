@@ -88,7 +88,7 @@ def upload_run(run: RunFolder) -> None:
     url = need_store(read_recipe(run), run.name)
     store = open_store(url)
     if not claim_prefix(store, run_id(run)):
-        raise RunError(f"{url} has checkpoints of another run of this name", hint="choose another --name")
+        raise RunError(f"{url} has checkpoints of another run of this name", hint="choose another --name", usage=True)
     put_folder(run, store)
 
 
@@ -131,7 +131,7 @@ def commit(address: str, runs: Sequence[str]) -> None:
     """Publish the addresses of a sweep's runs: from now on its tasks train."""
     store, key = _open(address)
     if not store.create(key, json.dumps({"format": FORMAT, "runs": list(runs)}).encode()):
-        raise RunError(f"{address} is taken by another sweep", hint="choose another --name")
+        raise RunError(f"{address} is taken by another sweep", hint="choose another --name", usage=True)
 
 
 def is_committed(address: str) -> bool:

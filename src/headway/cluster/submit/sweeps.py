@@ -183,6 +183,7 @@ def start_sweep(wanted: SweepRequest, root: Path, progress: Progress = lambda *_
                 raise RunError(
                     f"sweep {existing.name} already exists with other settings",
                     hint=f"choose another --name; headway sweep {existing.name} shows it",
+                    usage=True,
                 )
             return existing, False
         engine = reach_engine(wanted.engine, root)
@@ -350,7 +351,7 @@ def _script(request: LaunchRequest, folder: Path, scripts: Path) -> str:
 def _check_names(wanted: SweepRequest, root: Path) -> None:
     """Raise RunError if a sweep or run of these names exists."""
     if is_sweep(root, wanted.name):
-        raise RunError(f"sweep {wanted.name} already exists", hint=f"headway sweep {wanted.name} shows it")
+        raise RunError(f"sweep {wanted.name} already exists", hint=f"headway sweep {wanted.name} shows it", usage=True)
     if folder_of_sweep(root, wanted.name).exists():
         raise RunError(
             f"sweep {wanted.name} was not fully submitted, and its object store does not answer",
@@ -358,7 +359,7 @@ def _check_names(wanted: SweepRequest, root: Path) -> None:
         )
     for name in (wanted.name, *(point.run for point in wanted.points)):
         if (root / name).exists():
-            raise RunError(f"run {name} already exists", hint="choose another --name for the sweep")
+            raise RunError(f"run {name} already exists", hint="choose another --name for the sweep", usage=True)
 
 
 @contextmanager
