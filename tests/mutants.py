@@ -52,7 +52,7 @@ MUTANTS = [
            "if snapshot is not None and all(", "if snapshot is not None and any(",
            "agent/saving/test_snapshots.py"),
     Mutant("a former leader commits", "state/write_checkpoint.py",
-           "if not allowed():", "if not allowed:",
+           "if (refused := refusal()) is not None:", "if (refused := refusal()) is None:",
            "agent/nodes/test_lease.py"),
     Mutant("one checkpoint too many is removed", "state/write_checkpoint.py",
            "for entry in list_checkpoints(checkpoints)[:-keep_last]:",

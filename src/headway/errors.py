@@ -6,7 +6,8 @@ HeadwayError             exit status 1, except as said
 |-- DataError            a source, tokenizer, dataset or data version is not what was asked for (2)
 |   `-- DamagedData      its bytes are not those that were written, or cannot be read or written (1)
 |-- StateError           a checkpoint is missing, of another model, or cannot be written
-|   `-- DamagedState     its bytes are not those that were written: the one before it may be whole
+|   |-- DamagedState     its bytes are not those that were written: the one before it may be whole
+|   `-- FolderGone       the folder it belongs into is not there now, and may come back
 |-- RunError             a run folder is missing, in use, or in the wrong state
 |-- ModelError           a model cannot be read, built or converted (2)
 |-- WorkerError          a worker of a run failed
@@ -73,6 +74,10 @@ class StateError(HeadwayError):
 
 class DamagedState(StateError):
     """A checkpoint's bytes are not those that were written."""
+
+
+class FolderGone(StateError):
+    """The run's folder is not where it was; nothing may be created in its place."""
 
 
 class RunError(HeadwayError):

@@ -70,7 +70,7 @@ class Desk:
 def warm(monkeypatch: pytest.MonkeyPatch, zygote: ZygoteClient, tmp_path: Path) -> None:
     """Has what is said in this process be supervised here too, with workers forked from the tests' zygote."""
 
-    def keep(attempt: Attempt, on_tick: Callable[[int], None]) -> AttemptOutcome:
+    def keep(attempt: Attempt, on_tick: Callable[[int], None], _on_storage: object) -> AttemptOutcome:
         return supervise_run(attempt.model_copy(update={"threads": 1}), on_tick, warm=zygote)
 
     monkeypatch.setattr("headway.cli.launch.run_launcher", keep)

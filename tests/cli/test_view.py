@@ -111,3 +111,27 @@ def test_title_has_the_number_of_nodes(recipe, tmp_path, capsys: pytest.CaptureF
 def test_numbers_are_shortened() -> None:
     assert [count(n) for n in (812, 12_345, 4_560_000, 7e9, 0.5)] == ["812", "12.3k", "4.56M", "7B", "0.5"]
     assert [duration(s) for s in (5, 3661, 90_061)] == ["00:00:05", "01:01:01", "1d 01:01:01"]
+
+
+def test_folder_that_is_gone_is_shown_once_with_the_step_reached(capsys, monkeypatch) -> None:
+    """Nothing is read from the folder meanwhile; what is recorded about it is not repeated when it is back."""
+    source, status = Source(), LiveStatus()
+    lines = PlainLines(status, source, "a")
+    source.events = [FACTS, *steps(1, 3)]
+    lines.tick(0)
+    text = "the run's folder runs/a is gone; training continues"
+    monkeypatch.setattr(source, "poll", lambda: pytest.fail("the folder is not read"))
+    for step in (4, 7):
+        lines.report_storage(text, step)
+        lines.tick(0)
+    lines.line()
+    monkeypatch.undo()
+    lines.report_storage(None, 8)
+    back = {"kind": "storage", "t": 0, "text": "the run's folder is back"}
+    source.events = [{"kind": "storage", "t": 0, "text": text}, *steps(4, 8), back]
+    lines.tick(0)
+    lines.line()
+    shown = capsys.readouterr().err.splitlines()
+    assert [line for line in shown if line.startswith("note:")] == [f"note: {text}", "note: the run's folder is back"]
+    assert "step 7/100  (numbers follow when the folder is back)" in shown
+    assert shown[-1].startswith("step 8/100  loss 4.92")

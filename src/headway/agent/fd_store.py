@@ -59,6 +59,10 @@ class FdStore:
             self._send("alive")
         return True
 
+    def tell_storage(self, trouble: str | None, step: int) -> None:
+        """Tell the launcher what is wrong with the run's folder, where the live view reads, and the step reached."""
+        self._send("storage", trouble=trouble, step=step)
+
     def _send(self, kind: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
         if self._channel is None:
             return

@@ -51,10 +51,13 @@ def launch(attempt: Attempt, *, detach: bool, json: bool, keep_name: bool = Fals
             )
         return
     with open_view(attempt, quiet=json) as view:
-        outcome = run_launcher(attempt, on_tick=view.tick)
+        outcome = run_launcher(attempt, view.tick, view.report_storage)
     if outcome.state == "failed":
         outcome = outcome if keep_name else _free_name(attempt, outcome)
         raise WorkerError(f"{name}: {outcome.reason}", hint=outcome.hint, usage=outcome.usage)
+    if not attempt.folder.recipe_file.exists():  # the run stopped because its folder is gone
+        print(f"{name}: {outcome.state}: {outcome.reason}", file=sys.stderr)
+        sys.exit(outcome.exit_status)
     summary = summarize(attempt.folder)
     total = read_recipe(attempt.folder).train.steps
     if json:
@@ -71,7 +74,8 @@ def _free_name(attempt: Attempt, outcome: AttemptOutcome) -> AttemptOutcome:
     """Set a run aside if it failed before its first step; return the outcome with its new place."""
     run = attempt.folder
     submitted = (run.path / "jobs.jsonl").exists()
-    if attempt.apart or submitted or lock_holder(run) is not None or has_stepped(run):
+    vanished = not run.recipe_file.exists()  # another folder may be in its place
+    if attempt.apart or submitted or vanished or lock_holder(run) is not None or has_stepped(run):
         return outcome
     try:
         aside = set_aside(run)
@@ -94,7 +98,7 @@ def main() -> int:
     if request["door"] is not None:
         inherited["door"] = FdEntry({}, (request["door"],))
     with open_view(attempt, quiet=False) as view:
-        outcome = run_launcher(attempt, on_tick=view.tick, inherited=inherited)
+        outcome = run_launcher(attempt, view.tick, view.report_storage, inherited)
     if outcome.state == "failed" and not request["keep_name"]:
         outcome = _free_name(attempt, outcome)
     print(f"{outcome.state}: {outcome.reason}", file=sys.stderr)

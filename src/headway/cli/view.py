@@ -54,12 +54,21 @@ class LiveStatus:
     """What the user should know, in the order it happened."""
     skipped: int = 0
     """Saves skipped because the writer was behind."""
+    trouble: str | None = None
+    """What is wrong with the run's folder, from which the rest of this is read."""
+    _step_in_trouble: int = 0
     _open: dict[str, int] = field(default_factory=dict)
 
     def follow(self, records: "RecordTail") -> None:
-        """Apply what has been recorded since."""
-        for event in records.poll():
+        """Apply what has been recorded since; nothing is read while the folder is in trouble."""
+        for event in records.poll() if self.trouble is None else ():
             self.take(event)
+
+    def report_storage(self, trouble: str | None, step: int) -> None:
+        """Take what the agent says about the run's folder."""
+        if trouble is not None and self.trouble is None:
+            self.notices.append(trouble)
+        self.trouble, self._step_in_trouble = trouble, 0 if trouble is None else step
 
     def take(self, event: dict[str, Any]) -> None:
         """Apply one event."""
@@ -78,6 +87,8 @@ class LiveStatus:
             case "end" if "recovery" in event:
                 self.notices.append(event["recovery"])
             case "hang" | "woken" | "adopted" | "alone" | "straggler" | "waiting" if event.get("text"):
+                self.notices.append(event["text"])
+            case "storage" if event["text"] not in self.notices:  # else the agent has said it already
                 self.notices.append(event["text"])
             case "unsaved":
                 what = "uploaded" if event["tier"] == "store" else "saved"
@@ -103,7 +114,7 @@ class LiveStatus:
     @property
     def step(self) -> int:
         """Steps completed."""
-        return int(self.last.get("step", 0))
+        return max(int(self.last.get("step", 0)), self._step_in_trouble)
 
     @property
     def total_steps(self) -> int:
@@ -144,6 +155,8 @@ class LiveStatus:
 
     def numbers(self) -> str:
         """Return loss, speed and the like on one line."""
+        if self.trouble is not None:
+            return "(numbers follow when the folder is back)"
         parts = []
         for key, form in (("loss", "loss {:.4f}"), ("grad_norm", "norm {:.2f}"), ("lr", "lr {:.2e}")):
             if key in self.last:
@@ -180,7 +193,10 @@ class RecordTail:
 
     def poll(self) -> list[dict[str, Any]]:
         """Return the events recorded since the last call."""
-        over = record_path(self._run.events, self._attempt + 1, "agent").exists()
+        try:
+            over = record_path(self._run.events, self._attempt + 1, "agent").exists()
+        except OSError:  # its file system is not there now
+            return []
         events = [event for tail in self._tails for event in tail.poll()]
         if over:
             self._open(self._attempt + 1)
@@ -197,6 +213,10 @@ class PlainLines:
         self._last_print = time.monotonic()
         self._stops = 0
         tell(title)
+
+    def report_storage(self, trouble: str | None, step: int) -> None:
+        """Show what the agent says about the run's folder."""
+        self._status.report_storage(trouble, step)
 
     def tick(self, stops_asked: int) -> None:
         """Print if it is time to."""
@@ -219,7 +239,7 @@ class PlainLines:
             return
         self._printed_step = status.step
         left = status.seconds_left
-        eta = f"  ETA {duration(left)}" if left else ""
+        eta = f"  ETA {duration(left)}" if left and status.trouble is None else ""
         tell(f"step {status.step}/{status.total_steps}  {status.numbers()}{eta}")
 
 
@@ -228,6 +248,10 @@ class LivePanel:
 
     def __init__(self, status: LiveStatus, records: RecordTail, title: str, live: Live) -> None:
         self._status, self._records, self._title, self._live = status, records, title, live
+
+    def report_storage(self, trouble: str | None, step: int) -> None:
+        """Show what the agent says about the run's folder."""
+        self._status.report_storage(trouble, step)
 
     def tick(self, stops_asked: int) -> None:
         """Redraw."""

@@ -101,6 +101,9 @@ class Checkpoint(Section):
     run's own failures."""
     retry_s: Annotated[float, Field(ge=0)] = 60.0
     """How long to retry the last save when the disk or store fails; other failed saves are skipped and recorded."""
+    outage_s: Annotated[float, Field(ge=0)] = 600.0
+    """How long to wait for the run's folder when it vanishes (renamed, unmounted) and the run cannot continue without
+    it: before the last save, and before a restart."""
     store: Store | None = None
     """An object store that checkpoints are also put into."""
 

@@ -123,9 +123,9 @@ def upload(
     workers: int,
     writer: str,
     on_progress: Progress | None = None,
-    allowed: Callable[[], bool] = lambda: True,
+    refusal: Callable[[], str | None] = lambda: None,
 ) -> str:
-    """Upload a checkpoint's files and commit it, if it is still `allowed` then; return its location.
+    """Upload a checkpoint's files and commit it, unless `refusal` then says why not; return its location.
 
     `writer` is unique to this process. A step that is already committed is accepted if it has the same state; raise
     StateError if it has another.
@@ -138,8 +138,8 @@ def upload(
         return _same_state(store, manifest)
     with _removing(store, files):
         _put_all(store, files, on_progress)
-        if not allowed():
-            raise StateError(f"step {step} was not committed in {store.url}: another agent leads the run")
+        if (refused := refusal()) is not None:
+            raise StateError(f"step {step} was not committed in {store.url}: {refused}")
     # No own file may be removed from here until the outcome is known: the manifest may have been created anyway.
     if store.create(_manifest_key(step), dump_manifest(manifest)):
         return store.name(_step_name(step))

@@ -130,10 +130,11 @@ class PartialCheckpoint:
 def begin_checkpoint(checkpoints: Path, step: int, needs_bytes: int = 0, writer: str = "") -> PartialCheckpoint:
     """Create the partial folder of a checkpoint; remove what dead writers left behind.
 
-    Writers that might save the same step at the same time need distinct names.
+    Writers that might save the same step at the same time need distinct names. The folder above `checkpoints` must
+    exist: where it is gone, nothing is created in its place.
     """
     with explain_write_errors(f"checkpoint of step {step} could not be started in {checkpoints}"):
-        checkpoints.mkdir(parents=True, exist_ok=True)
+        checkpoints.mkdir(exist_ok=True)
         free = shutil.disk_usage(checkpoints).free
         if needs_bytes > free:
             raise StateError(
@@ -231,9 +232,9 @@ def commit(
     facts: CheckpointFacts,
     shards: Sequence[ShardEntry],
     workers: int,
-    allowed: Callable[[], bool] = lambda: True,
+    refusal: Callable[[], str | None] = lambda: None,
 ) -> Path:
-    """Turn what was written into a checkpoint atomically, if it is still allowed then."""
+    """Turn what was written into a checkpoint atomically, unless `refusal` then says why not."""
     checkpoints, step, partial = save.checkpoints, save.step, save.partial
     failed = f"checkpoint of step {step} could not be committed in {checkpoints}"
     try:
@@ -242,8 +243,8 @@ def commit(
                 file.write(dump_manifest(merge(step, facts, shards, workers)))
             make_durable(partial)
             with locked_folder(checkpoints):
-                if not allowed():
-                    raise StateError(f"{failed}: another agent leads the run", hint="nothing was changed")
+                if (refused := refusal()) is not None:
+                    raise StateError(f"{failed}: {refused}", hint="nothing was changed")
                 path = _rename(checkpoints, partial, step)
     finally:
         os.close(save.lock)

@@ -119,7 +119,7 @@ class Recorder:
         now = Header(attempt, process, wall(), clock(), _boot_id(), socket.gethostname(), os.getpid())
         try:
             self._zero, self._pending = _continue_from(path, now)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise RunError(
@@ -366,7 +366,7 @@ class Tail:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:  # not there yet, or its file system is not there now
             return []
         complete = data.rfind(b"\n") + 1
         self._offset += complete

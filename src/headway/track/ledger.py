@@ -59,7 +59,7 @@ _ADVICE = {
 _LONGEST = 1 << 62  # nanoseconds; a larger number means a damaged record
 _MOST_WORKERS = 1 << 20  # as above
 _STOPPED_CODE = 75  # a worker that saved and stopped on request
-_WITH_TEXT = ("adopted", "alone", "corrupted", "hang", "numbers", "straggler", "woken")
+_WITH_TEXT = ("adopted", "alone", "corrupted", "hang", "numbers", "storage", "straggler", "woken")
 """Kinds of agent events with a `text` that is shown as it is."""
 _RAISED_BY_ALL = ("BadNumbers", "Corrupted")
 """Errors that every worker raises at the same time."""

@@ -255,8 +255,43 @@ def has_stepped(run: RunFolder) -> bool:
 # -- the lock
 
 
+class RunLock:
+    """A run's lock, held by this process."""
+
+    def __init__(self, run: RunFolder, file: int) -> None:
+        self._run, self._file = run, file
+
+    def renew(self) -> bool:
+        """Take it again after the folder was mounted again; return False if another process has it."""
+        try:
+            file = os.open(self._run.lock_file, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        if not _lock_soon(file):
+            os.close(file)
+            return False
+        with suppress(OSError):
+            os.close(self._file)
+        self._file = file
+        self.sign()
+        return True
+
+    def sign(self) -> None:
+        """Write who holds it."""
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, to_json({"pid": os.getpid(), "host": socket.gethostname()}), 0)
+
+    def release(self) -> None:
+        """Unlock it; where the folder is gone, the kernel does."""
+        with suppress(OSError):
+            os.ftruncate(self._file, 0)
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        with suppress(OSError):
+            os.close(self._file)
+
+
 @contextmanager
-def lock_run(run: RunFolder, seize: bool = False) -> Iterator[None]:
+def lock_run(run: RunFolder, seize: bool = False) -> Iterator[RunLock]:
     """Lock a run for this process; raise RunError if another one holds it. The kernel unlocks it when the process dies.
 
     The holder of the leader lease may `seize` it from an unreachable process.
@@ -276,15 +311,15 @@ def lock_run(run: RunFolder, seize: bool = False) -> Iterator[None]:
             run.lock_file.unlink(missing_ok=True)
             file = os.open(run.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             _lock(run, file)
-        os.ftruncate(file, 0)
-        os.pwrite(file, to_json({"pid": os.getpid(), "host": socket.gethostname()}), 0)
-        try:
-            yield
-        finally:
-            os.ftruncate(file, 0)
-            fcntl.flock(file, fcntl.LOCK_UN)
-    finally:
+    except BaseException:
         os.close(file)
+        raise
+    lock = RunLock(run, file)
+    try:
+        lock.sign()
+        yield lock
+    finally:
+        lock.release()
 
 
 def lock_holder(run: RunFolder) -> int | None:

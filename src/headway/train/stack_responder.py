@@ -40,7 +40,7 @@ def answer_requests(folder: Path, attempt: int, rank: int) -> None:
     assert threading.current_thread() is threading.main_thread(), "the dump shows the main thread"
     name = f"{attempt:04d}-rank-{rank}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         file = (folder / f"{name}.txt").open("ab", buffering=0)
         asked, ask = os.pipe()
         file.write(b"process %d answers; descriptor %d asks\n" % (os.getpid(), ask))

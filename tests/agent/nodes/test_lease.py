@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.agent.nodes.lease import MINORITY_S, LeaderLease, newest_lease, take_lease, takeover_delay_s
+from headway.agent.nodes.lease import (
+    ANOTHER_LEADS,
+    MINORITY_S,
+    LeaderLease,
+    newest_lease,
+    take_lease,
+    takeover_delay_s,
+)
 from headway.agent.nodes.lease_record import LeaseRecord
 from headway.errors import RunError, StateError
 from headway.state import CheckpointFacts, begin_checkpoint, commit, fence, list_checkpoints
@@ -41,11 +48,12 @@ def test_each_lease_has_one_holder(tmp_path: Path) -> None:
 def test_superseded_leader_knows_and_cannot_claim(tmp_path: Path) -> None:
     first, second = LeaderLease(tmp_path, "a", "h", 1), LeaderLease(tmp_path, "b", "h", 2)
     first.begin()
-    assert (first.number, first.holds(), first.lost()) == (1, True, False)
+    assert (first.number, first.refusal(), first.lost()) == (1, None, False)
     assert first.claim()
     second.begin()  # the run was started again elsewhere
-    assert (second.number, second.holds()) == (3, True)
-    assert (first.holds(), first.lost(), first.claim(), first.number) == (False, True, False, 2)
+    assert (second.number, second.refusal()) == (3, None)
+    assert (first.refusal(), first.lost()) == (ANOTHER_LEADS, True)
+    assert (first.claim(), first.number) == (False, 2)
     assert newest_lease(tmp_path) == LeaseRecord(3, "b", "h", 2)
 
 
@@ -69,7 +77,7 @@ def test_without_the_newest_lease_nothing_is_committed(tmp_path: Path) -> None:
     save = begin_checkpoint(tmp_path / "checkpoints", 5)
     take_lease(tmp_path / "leases", LeaseRecord(2, "b", "h", 2))
     with pytest.raises(StateError, match="another agent leads the run"):
-        commit(save, FACTS, [], 1, lease.holds)
+        commit(save, FACTS, [], 1, lease.refusal)
     assert list_checkpoints(tmp_path / "checkpoints") == []
 
 
@@ -80,9 +88,8 @@ def test_leader_superseded_between_check_and_commit_cannot_commit(tmp_path: Path
     before = {path.name: path.stat().st_ino for path in checkpoints.glob("step-*/*")}
     save = begin_checkpoint(checkpoints, 5)
 
-    def superseded_meanwhile() -> bool:
+    def superseded_meanwhile() -> None:
         fence(checkpoints)
-        return True
 
     with pytest.raises(StateError, match="could not be committed"):
         commit(save, FACTS, [], 1, superseded_meanwhile)

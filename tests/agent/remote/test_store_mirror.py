@@ -14,7 +14,7 @@ import pytest
 from conftest import Lab, Lived
 from eventually import eventually
 from headway.agent import new_run, resume_run, supervise_run
-from headway.agent.nodes.lease import LeaderLease
+from headway.agent.nodes.lease import ANOTHER_LEADS, LeaderLease
 from headway.agent.nodes.store_lease import StoreLease, leader_finder, lease_in_store
 from headway.agent.remote.bundle import bundle_names, stored_record_path
 from headway.agent.remote.store_mirror import LOG_BYTES, OBJECT_BYTES, StoreMirror, fetch_run, put_folder
@@ -117,12 +117,12 @@ def test_superseded_leader_commits_nothing_to_the_store(run: RunFolder, url: str
     right = LeaderLease(run.leases, "a", "h", 1, store_lease=first)
     right.begin()
     store = open_store(url)
-    assert right.holds_in_store()
-    upload(store, 1, FACTS, [], 1, "w1", allowed=right.holds_in_store)
+    assert right.store_refusal() is None
+    upload(store, 1, FACTS, [], 1, "w1", refusal=right.store_refusal)
     second.begin("b", "h", 2)
-    assert (right.holds(), right.holds_in_store()) == (True, False)
+    assert (right.refusal(), right.store_refusal()) == (None, ANOTHER_LEADS)
     with pytest.raises(StateError, match=r"step 2 was not committed .* another agent leads the run"):
-        upload(store, 2, FACTS, [], 1, "w1", allowed=right.holds_in_store)
+        upload(store, 2, FACTS, [], 1, "w1", refusal=right.store_refusal)
     assert [entry.step for entry in list_remote(store)] == [1]
     eventually(right.lost)
     with contextlib.closing(StoreMirror(run, url, first.number, first.holds)):

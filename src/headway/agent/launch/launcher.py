@@ -21,12 +21,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
 
 from headway.agent.attempt import Attempt
 from headway.agent.fd_store import FdEntry, FdReassembler, send_chunked
 from headway.agent.supervise.hang_detector import process_state
 from headway.agent.supervise.outcome import AttemptOutcome
 from headway.agent.supervise.stop_signals import count_stop_signals
+from headway.errors import RunError
 from headway.state import Channel, ChannelClosed, Message
 from headway.track import Recorder, RunFolder, next_attempt, record_path
 
@@ -58,11 +61,13 @@ class _Agent:
 def run_launcher(
     attempt: Attempt,
     on_tick: Callable[[int], None] = lambda _stops_asked: None,
+    on_storage: Callable[[str | None, int], None] = lambda _trouble, _step: None,
     inherited: Mapping[str, FdEntry] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AttemptOutcome:
     """Have an agent run an attempt to the run's end, and start another if it dies; `on_tick` as in `supervise_run`.
 
+    `on_storage` is called with what is wrong with the run's folder, or None, and the step reached.
     `inherited` is the fd store of an agent elsewhere, from which the first one continues. `clock` measures how long an
     agent has been silent and how long it has lived.
     """
@@ -73,7 +78,7 @@ def run_launcher(
             # 1 the agent's messages, and whether it is alive
             select.select([agent.channel.fileno()], [], [], POLL_S)
             exits = reap()  # before the last messages are received, which are sent before the exit
-            connected = _receive(agent, entries, clock())
+            connected = _receive(agent, entries, clock(), on_storage)
             if agent.outcome is not None and agent.pid in exits:
                 agent.channel.close()
                 on_tick(stop_signals.asked)
@@ -113,8 +118,7 @@ def _start(attempt: Attempt, entries: dict[str, FdEntry], now: float) -> _Agent:
     """Start an agent in a session of its own and hand it everything that the last one stored."""
     run = attempt.folder
     channel, agent_end = Channel.pair()
-    run.logs.mkdir(exist_ok=True)
-    with contextlib.closing(agent_end), (run.logs / f"{attempt.number:04d}-agent.log").open("ab") as log:
+    with contextlib.closing(agent_end), _open_log(run.logs / f"{attempt.number:04d}-agent.log") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "headway.agent", str(agent_end.fileno()), str(run.path)],
             pass_fds=[agent_end.fileno()],
@@ -131,7 +135,17 @@ def _start(attempt: Attempt, entries: dict[str, FdEntry], now: float) -> _Agent:
     return _Agent(process.pid, channel, started=now, last_message=now)
 
 
-def _receive(agent: _Agent, entries: dict[str, FdEntry], now: float) -> bool:
+def _open_log(path: Path) -> BinaryIO:
+    """Open an agent's log; the null device where the run's folder is gone, so that a dead agent is replaced anyway."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        return path.open("ab")
+    return Path(os.devnull).open("ab")
+
+
+def _receive(
+    agent: _Agent, entries: dict[str, FdEntry], now: float, on_storage: Callable[[str | None, int], None]
+) -> bool:
     """Process the agent's messages; return False if its channel is closed."""
     try:
         messages = agent.channel.receive()
@@ -147,6 +161,8 @@ def _receive(agent: _Agent, entries: dict[str, FdEntry], now: float) -> bool:
                 entries[fields["name"]] = FdEntry(fields["fields"], tuple(descriptors))
             case Message("drop", fields):
                 _drop(entries, fields["name"])
+            case Message("storage", fields):
+                on_storage(fields["trouble"], fields["step"])
             case Message("outcome", fields):
                 agent.outcome = AttemptOutcome(**fields)
     return True
@@ -171,7 +187,8 @@ def _give_up(run: RunFolder, status: int | None, asked: int) -> AttemptOutcome:
     if asked:
         outcome = AttemptOutcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.name}")
     attempt = max(1, next_attempt(run) - 1)
-    with Recorder(record_path(run.events, attempt, "agent"), attempt=attempt, process="agent") as recorder:
+    record = record_path(run.events, attempt, "agent")
+    with contextlib.suppress(RunError), Recorder(record, attempt=attempt, process="agent") as recorder:
         recorder.event("end", outcome=outcome.state, reason=outcome.reason)
     return outcome
 

@@ -27,6 +27,10 @@ MINORITY_S = 10.0
 """Extra delay for agents that can reach fewer than half of the voters."""
 
 
+ANOTHER_LEADS = "another agent leads the run"
+"""The refusal of an agent that certainly leads no more."""
+
+
 class LeaseSuperseded(Exception):
     """Another agent leads the run."""
 
@@ -88,16 +92,19 @@ class LeaderLease:
         self.number += 1
         return True
 
-    def holds(self) -> bool:
-        """Whether this agent still leads; False if the folder cannot be read."""
+    def refusal(self) -> str | None:
+        """Why this agent may not commit to the run's folder; None if it leads for certain."""
         try:
-            return max(_numbers(self.folder), default=None) == self.number
-        except OSError:
-            return False
+            newest = max(_numbers(self.folder), default=0)
+        except OSError as error:
+            return f"its leader lease cannot be read: {error.strerror}"
+        if newest > self.number:
+            return ANOTHER_LEADS
+        return None if newest == self.number else "its leader lease is gone"
 
-    def holds_in_store(self) -> bool:
-        """Whether this agent may write to the run's object store."""
-        return self.holds() and (self.store_lease is None or self.store_lease.holds())
+    def store_refusal(self) -> str | None:
+        """The same for the run's object store."""
+        return self.refusal() or (None if self.store_lease is None else self.store_lease.refusal())
 
     def lost(self) -> bool:
         """Whether another agent certainly leads."""

@@ -338,8 +338,11 @@ def _stacks_file(folder: Path, attempt: int, member: Member, answer: Mapping[str
     if not member.apart or not answer["path"]:
         return Path(answer["path"]) if answer["path"] else None
     path = folder / f"{attempt:04d}-{member.name}-{Path(answer['path']).stem[:40]}.txt"
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(str(answer.get("text", "")), errors="replace")
+    try:
+        folder.mkdir(exist_ok=True)
+        path.write_text(str(answer.get("text", "")), errors="replace")
+    except OSError:
+        return None
     return path
 
 

@@ -70,13 +70,13 @@ class NodeMemory(BufferHost):
         if not self._nodes.abdicated:
             self._nodes.broadcast("drop")
 
-    def may_commit(self) -> bool:
-        """Whether this agent still holds the leader lease."""
-        return self._nodes.lease.holds()
+    def commit_refusal(self) -> str | None:
+        """Why this agent may not commit, unless it still holds the leader lease."""
+        return self._nodes.lease.refusal()
 
-    def may_upload(self) -> bool:
-        """Whether this agent still holds the leader lease, in the store too."""
-        return self._nodes.lease.holds_in_store()
+    def upload_refusal(self) -> str | None:
+        """The same for the leader lease in the store too."""
+        return self._nodes.lease.store_refusal()
 
     def replicate(self, snapshot: SavedPart, plans: Mapping[int, BufferPlan]) -> None:
         """Have every file of a state on a second node too."""

@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable
 
+from headway.agent.nodes.lease import ANOTHER_LEADS
 from headway.agent.nodes.lease_record import LeaseRecord
 from headway.errors import HeadwayError, RunError, StateError
 from headway.state.object_store import ObjectStore, open_store
@@ -58,10 +59,17 @@ class StoreLease:
 
     def holds(self) -> bool:
         """Check now whether this agent still leads; False if the store does not answer."""
+        return self.refusal() is None
+
+    def refusal(self) -> str | None:
+        """Why this agent may not write to the store; None if it leads for certain."""
         try:
-            return self.number > 0 and max(_numbers(self._store)) == self.number
-        except (StateError, ValueError):
-            return False
+            newest = max(_numbers(self._store), default=0)
+        except StateError as error:
+            return f"its leader lease cannot be read: {error.message}"
+        if newest > self.number:
+            return ANOTHER_LEADS
+        return None if newest == self.number and self.number > 0 else "its leader lease is gone"
 
     def close(self) -> None:
         """Stop checking."""

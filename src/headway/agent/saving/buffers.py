@@ -137,12 +137,12 @@ class BufferHost(ABC):
         """All buffers are given back."""
 
     @abstractmethod
-    def may_commit(self) -> bool:
-        """Whether this agent may commit a checkpoint to the disk."""
+    def commit_refusal(self) -> str | None:
+        """Why this agent may not commit a checkpoint to the disk; None if it may."""
 
     @abstractmethod
-    def may_upload(self) -> bool:
-        """Whether this agent may write to the run's object store."""
+    def upload_refusal(self) -> str | None:
+        """Why this agent may not write to the run's object store; None if it may."""
 
     @abstractmethod
     def replicate(self, snapshot: SavedPart, plans: Mapping[int, BufferPlan]) -> None:
@@ -229,13 +229,13 @@ class LocalMemory(BufferHost):
     def drop(self) -> None:
         """Closed buffers leave nothing behind."""
 
-    def may_commit(self) -> bool:
+    def commit_refusal(self) -> str | None:
         """No other agent can have this run."""
-        return True
+        return None
 
-    def may_upload(self) -> bool:
+    def upload_refusal(self) -> str | None:
         """No other agent can have this run."""
-        return True
+        return None
 
     def replicate(self, snapshot: SavedPart, plans: Mapping[int, BufferPlan]) -> None:
         """There is no second machine."""

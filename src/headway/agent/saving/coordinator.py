@@ -22,7 +22,8 @@ from headway.agent.saving.buffers import BufferHost, plan_from
 from headway.agent.saving.snapshots import SnapshotBuffers, StateSnapshot, count_buffers
 from headway.agent.saving.writer import CheckpointWriter, WriteResult
 from headway.agent.supervise.fault_injector import AgentFaultInjector
-from headway.errors import StateError
+from headway.agent.supervise.storage_monitor import FolderMonitor
+from headway.errors import FolderGone, StateError
 from headway.hardware.cluster import GPU_HOURS_BETWEEN_FAILURES
 from headway.plan.goodput import save_interval
 from headway.recipe import FaultPlan, Recipe
@@ -51,9 +52,10 @@ class SaveCoordinator:
         faults: FaultPlan,
         fd_store: FdStore,
         host: BufferHost,
-        may_upload: Callable[[], bool] | None = None,
+        upload_refusal: Callable[[], str | None] | None = None,
+        folder: FolderMonitor | None = None,
     ) -> None:
-        """`may_upload` overrides the host's: a run on one machine may have a lease in its object store."""
+        """`upload_refusal` overrides the host's: a run on one machine may have a lease in its object store."""
         self._run, self._recipe, self._fd_store, self._host = run, recipe, fd_store, host
         self.memory = SnapshotBuffers(host)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -66,9 +68,11 @@ class SaveCoordinator:
             AgentFaultInjector(faults, run.faults),
             cores,
             identity,
-            may_commit=host.may_commit,
-            may_upload=may_upload or host.may_upload,
+            commit_refusal=host.commit_refusal,
+            upload_refusal=upload_refusal or host.upload_refusal,
+            check_folder=(lambda: None) if folder is None else folder.check,
         )
+        self._folder, self._owed = folder, False
         self._channels: dict[int, MessageChannel] = {}
         self._pieces: dict[int, dict[str, Any]] = {}
         self._plans: dict[int, BufferPlan] = {}
@@ -122,6 +126,8 @@ class SaveCoordinator:
                 self._store("copied", newest)
                 self._recorder.event("copied", step=step)
                 self._free()
+        if self._owed and not self.busy and self._folder is not None and self._folder.trouble() is None:
+            self._pay()
         if self.steady and self._schedule.is_due(time.monotonic()):
             self._schedule.requested()
             self._send(0, "save")
@@ -156,6 +162,20 @@ class SaveCoordinator:
         newest = max((entry.step for entry in durable), default=-1)
         if snapshot is not None and len(snapshot.tiers) == 1 and snapshot.step > newest:
             self._writer.write(replace(snapshot, tiers=("memory", "disk")))
+
+    def _owe(self) -> None:
+        """The folder is gone and a save to disk failed: the newest state stays in memory and is written later."""
+        self._owed = self.memory.hold_newest = True
+
+    def _pay(self) -> None:
+        """The folder is back: write the newest state in memory, if the disk has none as new."""
+        self._owed = self.memory.hold_newest = False
+        snapshot = self.memory.restorable()
+        newest = max((entry.step for entry in list_checkpoints(self._run.checkpoints)), default=-1)
+        if snapshot is not None and snapshot.step > newest and self.memory.retain(snapshot):
+            snapshot.tiers = ("memory", "disk")
+            self._writer.write(snapshot)
+        self._free()
 
     def close(self) -> None:
         """Give the memory back."""
@@ -262,6 +282,8 @@ class SaveCoordinator:
             if done.over:
                 self.memory.release(done.snapshot)
                 self._free()
+        elif isinstance(done.error, FolderGone) and not done.snapshot.last:
+            self._owe()  # the storage reporter tells people, once
         elif done.error is not None:
             self._recorder.event("unsaved", step=step, tier=tier, message=done.error.message, hint=done.error.hint)
             if done.snapshot.last and tier == "disk":

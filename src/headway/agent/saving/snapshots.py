@@ -91,6 +91,8 @@ class SnapshotBuffers:
         """The newest complete state, if there is one."""
         self.replicated: StateSnapshot | None = None
         """The newest state with every file on two nodes; it stays until a newer one is replicated."""
+        self.hold_newest = False
+        """Whether the newest state stays even where there is one buffer, so that saves are skipped."""
 
     @property
     def size(self) -> int:
@@ -164,9 +166,16 @@ class SnapshotBuffers:
         """Note that nothing reads a snapshot any more; it stays only if it is the newest and there are more buffers."""
         snapshot.released = True
 
+    def retain(self, snapshot: StateSnapshot) -> bool:
+        """Keep a released snapshot for another reader; return False if its buffers may be filled again already."""
+        if not all(self._in_use.get(key) is snapshot for key in snapshot.buffers.items()):
+            return False
+        snapshot.released = False
+        return True
+
     def freed(self) -> list[tuple[int, int, StateSnapshot]]:
         """Free the buffers (rank, number, former content) that may be filled again; each is returned once."""
-        held = () if self.buffers_each < ENOUGH else (self.newest, self.replicated)
+        held = (self.newest, self.replicated) if self.buffers_each >= ENOUGH or self.hold_newest else ()
         free = [
             (*key, snapshot)
             for key, snapshot in self._in_use.items()

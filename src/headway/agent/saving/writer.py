@@ -22,7 +22,7 @@ from headway.agent.saving.buffers import SnapshotBuffer
 from headway.agent.saving.restore_points import newest_on_disk
 from headway.agent.saving.snapshots import MOST, SMALL_BYTES, SnapshotBuffers, StateSnapshot
 from headway.agent.supervise.fault_injector import AgentFaultInjector
-from headway.errors import StateError
+from headway.errors import FolderGone, StateError
 from headway.recipe import Checkpoint as Rules
 from headway.state import (
     OpenCheckpoint,
@@ -87,15 +87,20 @@ class CheckpointWriter:
         injector: AgentFaultInjector,
         cores: int,
         identity: str = "",
-        may_commit: Callable[[], bool] = lambda: True,
-        may_upload: Callable[[], bool] = lambda: True,
+        commit_refusal: Callable[[], str | None] = lambda: None,
+        upload_refusal: Callable[[], str | None] = lambda: None,
+        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """`may_commit` and `may_upload` say whether this agent still leads, on disk and in the store."""
+        """The refusals say why this agent may not commit, on disk and in the store, if it may not.
+
+        `check_folder` raises FolderGone while the run's folder is not there.
+        """
         self._folder, self._rules, self._run, self._memory = folder, rules, run, memory
         self._injector, self._identity = injector, identity
         self.before_upload: Callable[[], object] = lambda: None
         """Called before each upload of a checkpoint."""
-        self._may_commit, self._may_upload = may_commit, may_upload
+        self._commit_refusal, self._upload_refusal = commit_refusal, upload_refusal
+        self._check_folder = check_folder
         # Machines and containers share folders and stores: a process id alone is not unique.
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._threads = max(1, min(4, cores // 4))
@@ -199,14 +204,15 @@ class CheckpointWriter:
             try:
                 written = write()
             except StateError as refused:
-                error = refused
+                error = self._cause(refused) if tier == "disk" else refused
             except Exception as bug:  # ours: reported like a write error, so that training continues
                 error = StateError(f"{type(bug).__name__}: {bug}")
             seconds = time.monotonic() - started
-            if error is None or not snapshot.last or seconds > self._rules.retry_s:
+            limit_s = self._rules.outage_s if isinstance(error, FolderGone) else self._rules.retry_s
+            if error is None or not snapshot.last or seconds > limit_s:
                 break
             self.trouble = error.message
-            time.sleep(min(RETRY_AFTER_S, max(0.05, self._rules.retry_s - seconds)))
+            time.sleep(min(RETRY_AFTER_S, max(0.05, limit_s - seconds)))
         self.trouble = None
         if written is None:
             self._results.put(WriteResult(snapshot, tier, seconds, error=error))
@@ -216,8 +222,17 @@ class CheckpointWriter:
         self._results.put(WriteResult(snapshot, tier, seconds, manifest.bytes, manifest.digest, warning=warning))
         return shards
 
+    def _cause(self, error: StateError) -> StateError:
+        """The reason that a write to disk failed: the folder may have vanished meanwhile."""
+        try:
+            self._check_folder()
+        except FolderGone as gone:
+            return gone
+        return error
+
     def _to_disk(self, snapshot: StateSnapshot) -> Written:
         step, reach, rules = snapshot.step, self._injector.reach, self._rules
+        self._check_folder()
         save = begin_checkpoint(self._folder, step, self._bytes(snapshot), writer=self._name)
         try:
             with explain_os_errors(f"checkpoint of step {step} could not be written in {save.partial}"):
@@ -229,9 +244,13 @@ class CheckpointWriter:
         except BaseException:
             abandon(save)
             raise
-        commit(save, snapshot.all_facts, shards, snapshot.workers, self._may_commit)
+        commit(save, snapshot.all_facts, shards, snapshot.workers, self._refusal)
         reach("committed", step, snapshot.attempt)
         return shards, _warning(lambda: prune(self._folder, rules.keep_last, rules.keep_every_steps, always=step))
+
+    def _refusal(self) -> str | None:
+        self._check_folder()
+        return self._commit_refusal()
 
     def _write_files(self, snapshot: StateSnapshot, partial: Path) -> list[ShardEntry]:
         before = self._verified_checkpoint()
@@ -278,12 +297,12 @@ class CheckpointWriter:
                 f"{store_url(rules, self._run)} has checkpoints of another run of this name",
                 hint="choose another checkpoint.store.url, or another --name",
             )
-        if not self._may_upload():
-            raise StateError(f"step {step} was not uploaded: another agent leads the run", hint="nothing was changed")
+        if (refused := self._upload_refusal()) is not None:
+            raise StateError(f"step {step} was not uploaded: {refused}", hint="nothing was changed")
         self.before_upload()
         files = list(zip(job.shards, job.files, strict=True))
         facts, workers = job.snapshot.all_facts, job.snapshot.workers
-        upload(store, step, facts, files, workers, writer=self._name, allowed=self._may_upload)
+        upload(store, step, facts, files, workers, writer=self._name, refusal=self._upload_refusal)
         self._injector.reach("uploaded", step, attempt)
         warning = _warning(lambda: prune_remote(store, rules.keep_last, rules.keep_every_steps, always=step))
         return job.shards, warning

@@ -25,6 +25,7 @@ from headway.agent.supervise.outcome import (
 )
 from headway.agent.supervise.recover import Failure
 from headway.agent.supervise.stop_signals import StopSignals
+from headway.agent.supervise.storage_monitor import FolderMonitor, StorageReporter
 from headway.agent.supervise.worker_monitor import WorkerMonitor
 from headway.agent.workers.workers import NodeLost, TooFewNodes, Workers
 from headway.agent.workers.zygote import ZygoteDied, log_tail
@@ -60,6 +61,10 @@ class AgentContext:
     """Workers that were asked for, of which some may have been lost."""
     recorder: Recorder
     """Of the current attempt."""
+    folder: FolderMonitor
+    reporter: StorageReporter
+    outage_s: float
+    """How long to wait for the run's folder where nothing can be done without it."""
     _last: float = field(default_factory=time.monotonic)
     _signed: float = 0.0
 
@@ -73,6 +78,7 @@ class AgentContext:
             self._signed = now
             self.recorder.event("alive")
         self._last = now
+        self.reporter.attend(self.recorder, self.monitor.step)
         self.workers.attend()
         if self.workers.preempted:
             self.stop_signals.asked = max(self.stop_signals.asked, 1)
@@ -81,6 +87,16 @@ class AgentContext:
             self.stop_signals.asked = 1
             self.recorder.event("alone", text="the command that runs it was killed: saving and stopping")
         self.on_tick()
+
+    def wait_for_folder(self) -> str | None:
+        """Wait while the run's folder is gone; return what is wrong with it after `outage_s`, or when asked to stop."""
+        deadline = time.monotonic() + self.outage_s
+        while (trouble := self.folder.trouble()) is not None:
+            if time.monotonic() > deadline or self.stop_signals.asked:
+                return trouble
+            time.sleep(POLL_S)
+            self.tick()
+        return None
 
     def tick_unless_stopped(self) -> None:
         """The same before there are workers; raise where a stop is requested."""
@@ -109,6 +125,8 @@ def run_attempt(attempt: Attempt, agent: AgentContext) -> AttemptResult:
         # 3 watch them to the end
         _watch_workers(attempt, agent, end)
         end.lost_nodes = list(workers.lost_nodes)
+        if end.first_failure is not None:  # what explains it is read from the folder
+            agent.wait_for_folder()
         end.bystanders |= collateral_ranks(attempt)
         recorder.event("begin", name="shutdown")
         saves.end()

@@ -506,7 +506,7 @@ def _write(folder: Path, attempt: int, sections: Sequence[str]) -> Path | None:
     for number in itertools.count(1):
         path = folder / f"{attempt:04d}-{number}.txt"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
             with path.open("x", encoding="utf-8", errors="replace") as file:
                 file.write(text)
         except FileExistsError:

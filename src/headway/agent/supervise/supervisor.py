@@ -21,13 +21,16 @@ from headway.agent.supervise.failures import classify_failure, failures_before, 
 from headway.agent.supervise.outcome import AttemptEnd, AttemptOutcome
 from headway.agent.supervise.recover import Failure, RecoveryRules, Situation, recover
 from headway.agent.supervise.stop_signals import StopSignals, count_stop_signals
+from headway.agent.supervise.storage_monitor import FolderMonitor, StorageReporter
 from headway.agent.supervise.worker_monitor import WorkerMonitor
 from headway.agent.workers.env import worker_environment
 from headway.agent.workers.worker_group import WorkerGroup
 from headway.agent.workers.workers import Workers
 from headway.agent.workers.zygote import ZygoteClient
+from headway.errors import RunError
 from headway.recipe import Recipe
-from headway.track import Recorder, lock_run, read_recipe, record_path, write_json
+from headway.track import Recorder, RunFolder, lock_run, read_recipe, record_path, write_json
+from headway.track.folder_identity import FolderIdentity, compare_folders, identify, open_identity
 
 if TYPE_CHECKING:
     from headway.agent.nodes.store_lease import StoreLease
@@ -65,9 +68,14 @@ def _supervise(
     fd_store: FdStore,
     orphaned: bool,
 ) -> AttemptOutcome:
-    run, recipe = attempt.folder, read_recipe(attempt.folder)
+    run = attempt.folder
+    opened = _open_folder(run, fd_store)
+    recipe = read_recipe(run)
+    outage_s = recipe.checkpoint.outage_s
+    fd_store.put("folder", **asdict(opened), outage_s=outage_s)
     with (
-        lock_run(run, seize=fd_store.get("lease") is not None),
+        lock_run(run, seize=fd_store.get("lease") is not None) as lock,
+        contextlib.closing(FolderMonitor(run, opened, lock.renew)) as folder,
         count_stop_signals() as stop_signals,
         contextlib.ExitStack() as at_the_end,
         _store_lease(attempt, fd_store) as store_lease,
@@ -80,10 +88,12 @@ def _supervise(
                 attempt.faults,
                 fd_store,
                 workers.memory,
-                None if store_lease is None else store_lease.holds,
+                None if store_lease is None else store_lease.refusal,
+                folder,
             )
         ) as saves,
     ):
+        folder.start()
         if attempt.apart:  # closed last: nodes send their last records when they are told that the run is over
             mirror = _mirror(attempt, recipe, store_lease or workers.store_lease)
             at_the_end.callback(mirror.close)
@@ -94,9 +104,12 @@ def _supervise(
             saves,
             monitor,
             fd_store,
-            lambda: _tick(on_tick, stop_signals, store_lease),
+            lambda: _tick(on_tick, stop_signals, store_lease, folder),
             first.workers,
             _recorder(attempt),
+            folder,
+            StorageReporter(folder.trouble, fd_store.tell_storage),
+            outage_s,
         )
         while True:
             fd_store.put("attempt", first=first.model_dump(mode="json"), now=attempt.model_dump(mode="json"))
@@ -131,6 +144,9 @@ def _recover(
 ) -> tuple[AttemptResult, RestoreChoice | None]:
     """After a failed attempt: classify the failure, decide, and save what there is if the run is over."""
     run, saves, workers = attempt.folder, agent.saves, agent.workers
+    if (trouble := agent.wait_for_folder()) is not None:
+        outcome = replace(result.outcome, reason=f"{result.outcome.reason}; {trouble}")
+        return replace(result, outcome=outcome), None
     failure = result.failure or classify_failure(attempt, result.end, result.outcome, saves.memory.step)
     workers.survey()
     failure = replace(failure, node=workers.node_of(failure))
@@ -227,6 +243,30 @@ def _next_attempt(attempt: Attempt, choice: RestoreChoice) -> Attempt:
 # -- what an agent needs
 
 
+def _open_folder(run: RunFolder, fd_store: FdStore) -> FolderIdentity:
+    """Identify the run's folder; where an agent before this one did, wait until that folder is there."""
+    entry = fd_store.get("folder")
+    if entry is None:
+        try:
+            return open_identity(run)
+        except OSError as error:
+            raise RunError(
+                f"cannot open the folder of run {run.name}: {error.strerror}",
+                hint="check that it exists and is writable",
+            ) from error
+    fields = dict(entry.fields)
+    deadline = time.monotonic() + fields.pop("outage_s")
+    opened = FolderIdentity(**fields)
+    while compare_folders(opened, now := identify(run)) in ("gone", "replaced") or now is None:
+        trouble = f"the run's folder {run.path} is gone, and so is the agent that had it open"
+        if time.monotonic() > deadline:
+            raise RunError(trouble, hint=f"bring it back, then headway resume {run.name}")
+        fd_store.tell_storage(trouble, 0)
+        time.sleep(POLL_S)
+    fd_store.tell_storage(None, 0)
+    return now
+
+
 @contextlib.contextmanager
 def _start_workers(attempt: Attempt, warm: ZygoteClient | None, fd_store: FdStore) -> Iterator[Workers]:
     """The workers of this machine, or of several nodes."""
@@ -254,8 +294,13 @@ def _store_lease(attempt: Attempt, fd_store: FdStore) -> "Iterator[StoreLease | 
         yield lease
 
 
-def _tick(on_tick: Callable[[int], None], stop_signals: StopSignals, store_lease: "StoreLease | None") -> None:
-    if store_lease is not None and store_lease.superseded:
+def _tick(
+    on_tick: Callable[[int], None],
+    stop_signals: StopSignals,
+    store_lease: "StoreLease | None",
+    folder: FolderMonitor,
+) -> None:
+    if folder.superseded or (store_lease is not None and store_lease.superseded):
         raise LeaseSuperseded
     on_tick(stop_signals.asked)
 
@@ -288,7 +333,6 @@ def _zygote(attempt: Attempt, warm: ZygoteClient | None, fd_store: FdStore) -> I
 
 
 def _recorder(attempt: Attempt) -> Recorder:
-    attempt.folder.events.mkdir(parents=True, exist_ok=True)
     return Recorder(
         record_path(attempt.folder.events, attempt.number, "agent"), attempt=attempt.number, process="agent"
     )

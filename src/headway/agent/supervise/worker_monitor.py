@@ -54,6 +54,8 @@ class WorkerMonitor:
         self._reported: LostWorker | None = None
         self._continued = dict[int, int]()
         self._straggler: int | None = None
+        self.step = 0
+        """The step that workers have reached, as of the last look."""
         self._next_straggler_check = clock() + STRAGGLERS_EVERY_S
 
     def begin(self) -> None:
@@ -72,7 +74,8 @@ class WorkerMonitor:
         samples = self._detector.sample(self.pulses, list(workers.pids()))
         if attempt.trial is not None or len(samples) < attempt.workers:
             return None
-        self._faults.reach("watch", max(sample.heartbeat.step for sample in samples), attempt.number)
+        self.step = max(sample.heartbeat.step for sample in samples)
+        self._faults.reach("watch", self.step, attempt.number)
         self._check_stragglers(attempt, recorder)
         if self._continue_stopped(attempt, [s for s in samples if s.silent_s > LEAST_S], workers, recorder):
             return None
