@@ -28,6 +28,8 @@ class Attempt(BaseModel):
     """Port for the agents of other machines; 0 picks a free one."""
     apart: bool = False
     """Whether machines share no folder: leases, small files and records go to the run's object store too."""
+    engine_start: int = 1
+    """Which start of its engine's job this is."""
     lead: str = "here"
     """Name of the leading agent: that of its machine's node, if it has one."""
     device: Literal["cpu", "cuda"]

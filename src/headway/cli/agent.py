@@ -156,7 +156,9 @@ def _work(
         return
     if nodes + spares == 1:
         launch(
-            resume_run(folder, [], workers=workers).model_copy(update={"apart": no_shared_folder}),
+            resume_run(folder, [], workers=workers).model_copy(
+                update={"apart": no_shared_folder, "engine_start": _engine_start()}
+            ),
             detach=False,
             json=json,
             keep_name=True,
@@ -196,6 +198,7 @@ def _work(
             "host": host or main_address(),
             "port": port,
             "apart": no_shared_folder,
+            "engine_start": _engine_start(),
             "threads": max(1, len(os.sched_getaffinity(0)) // here),
             "lead": search.name,
             "notes": [*attempt.notes, *changed],
@@ -241,6 +244,12 @@ def _need_key(what: str) -> str:
             hint="use the same on all machines, or the contents of the file `key` in the run's folder",
         )
     return key
+
+
+def _engine_start() -> int:
+    """Return which start of its engine's job this is, from 1."""
+    number = os.environ.get("HEADWAY_START", "")
+    return int(number) if number.isdecimal() else 1
 
 
 def _machine(rank: int) -> str:

@@ -362,10 +362,13 @@ def test_job_forgotten_by_its_engine_has_the_state_of_its_records(
         record_elsewhere(run, tmp_path, {"kind": "end", "t": 1, **end})
 
     class Forgetful:
+        def probe(self) -> None:
+            pass
+
         def status(self, jobs: list[str]) -> dict[str, JobStatus]:
             return {job: JobStatus("unknown", "Slurm has forgotten it") for job in jobs}
 
-    monkeypatch.setattr("headway.cluster.submit.runs.open_engine", lambda *_: Forgetful())
+    monkeypatch.setattr("headway.cluster.engines.settings.open_engine", lambda *_: Forgetful())
     (submitted,) = submitted_runs(tmp_path / "runs")
     assert (submitted.status.state, reason in submitted.status.reason) == (state, True), submitted.status
 

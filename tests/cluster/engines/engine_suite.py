@@ -204,11 +204,11 @@ def test_missing_secret_is_refused(harness: EngineHarness) -> None:
 
 
 def test_exit_status_75_restarts_the_job(harness: EngineHarness) -> None:
-    request = harness.request('echo >>attempts; [ "$(wc -l <attempts)" = 2 ] || exit 75; echo second')
+    request = harness.request('echo "start $HEADWAY_START"; echo >>attempts; [ "$(wc -l <attempts)" = 2 ] || exit 75')
     job = harness.engine.launch(request)
     status = harness.over(job)
     assert (status.state, status.exit_status, status.starts) == ("finished", 0, 2)
-    assert harness.output(job) == ["", "second\n"]
+    assert harness.output(job) == ["start 1\n", "start 2\n"]
 
 
 def test_sigusr1_makes_a_job_save_and_restart(harness: EngineHarness) -> None:

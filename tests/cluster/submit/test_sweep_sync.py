@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from headway.agent.remote.store_mirror import StoreMirror, fetch_run
+from headway.cluster.engines import settings as engine_settings
 from headway.cluster.engines.engine import Engine, JobStatus, LaunchRequest, Machine
 from headway.cluster.engines.submissions import last_submission
 from headway.cluster.submit import runs as submit
@@ -54,6 +55,9 @@ class RecordingEngine(Engine):
     def __init__(self) -> None:
         self.launched, self.cancelled, self.trouble = list[LaunchRequest](), list[str](), ""
         self.states = dict[str, JobStatus]()
+
+    def probe(self) -> None:
+        pass
 
     def inventory(self) -> list[Machine]:
         return []
@@ -110,7 +114,7 @@ def setup(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch) -> SweepSetup
     engine = RecordingEngine()
     (tmp_path / "engines.toml").write_text("")
     monkeypatch.setenv("HEADWAY_ENGINES", str(tmp_path / "engines.toml"))
-    for module in (sweeps, submit):
+    for module in (engine_settings, submit):
         monkeypatch.setattr(module, "open_engine", lambda *_: engine)
     return SweepSetup(tmp_path, recipe, engine)
 
@@ -299,9 +303,10 @@ import os, signal, sys
 from pathlib import Path
 sys.path.append({tests!r})
 import test_sweep_sync as tests
+from headway.cluster.engines import settings
 from headway.cluster.submit import runs, sweeps
 engine = tests.RecordingEngine()
-sweeps.open_engine = runs.open_engine = lambda *_: engine
+settings.open_engine = runs.open_engine = lambda *_: engine
 def dies(real, when=lambda *_: True):
     return lambda *arguments: os.kill(os.getpid(), signal.SIGKILL) if when(*arguments) else real(*arguments)
 {dies}

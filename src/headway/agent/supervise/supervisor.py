@@ -18,6 +18,7 @@ from headway.agent.saving.coordinator import SaveCoordinator
 from headway.agent.saving.restore_points import RestoreChoice, find_restore_options, need_store
 from headway.agent.supervise.attempt_runner import POLL_S, AgentContext, AttemptResult, emergency_save, run_attempt
 from headway.agent.supervise.failures import classify_failure, failures_before, last_step
+from headway.agent.supervise.no_progress import fail_without_progress
 from headway.agent.supervise.outcome import AttemptEnd, AttemptOutcome
 from headway.agent.supervise.recover import Failure, RecoveryRules, Situation, recover
 from headway.agent.supervise.stop_signals import StopSignals, count_stop_signals
@@ -120,6 +121,7 @@ def _supervise(
                 # 2 decide how to recover
                 if result.outcome.state == "failed" and stop_signals.asked < 2 and attempt.trial is None:
                     result, choice = _recover(attempt, first, result, agent)
+                result = replace(result, outcome=fail_without_progress(attempt, result.outcome))
                 # 3 record its end
                 fields: dict[str, Any] = {} if result.failure is None else {"failure": asdict(result.failure)}
                 fields |= {} if choice is None else {"recovery": choice.recovery.reason}

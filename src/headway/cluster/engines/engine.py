@@ -12,6 +12,7 @@ An engine knows machines and processes, not training. Calls are atomic: a launch
 cancel may be repeated. A LaunchRequest uses terms that all engines share; settings of a single engine go into `site`.
 """
 
+import math
 import os
 import re
 import signal
@@ -74,9 +75,10 @@ class LaunchRequest:
     """For people and lists: letters, digits, dots, dashes and underscores."""
     command: tuple[str, ...]
     """Started once per machine, on all or none; an argument vector, never a shell line. HEADWAY_MACHINES holds the
-    names of the machines, comma-separated, HEADWAY_MACHINE the index of this one, from 0. A command that knows how the
-    whole job ended may write that exit status to the file HEADWAY_END, where the engine sets it, followed by one line
-    per machine that the next start should avoid."""
+    names of the machines, comma-separated, HEADWAY_MACHINE the index of this one, from 0, and HEADWAY_START, except on
+    Kubernetes, the number of this start of the job, from 1. A command that knows how the whole job ended may write that
+    exit status to the file HEADWAY_END, where the engine sets it, followed by one line per machine that the next start
+    should avoid."""
     folder: Path
     """Working directory, and where logs go."""
     shared: bool = True
@@ -97,6 +99,9 @@ class LaunchRequest:
     restarted with the same limit, so a job can outlast any limit."""
     grace_s: float = 60.0
     """How long before a stop, whatever its cause, the processes receive SIGUSR1."""
+    startup_s: float = 0.0
+    """How long a start takes at least until it has something new to save. A time limit that cannot hold this and the
+    grace period is refused: the job would be restarted for ever."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the command. Never secrets: they may be written to scripts and records."""
     secrets: tuple[str, ...] = ()
@@ -128,7 +133,7 @@ class LaunchRequest:
             if not _VARIABLE.fullmatch(variable):
                 raise UsageError(f"invalid variable name {variable!r}", hint="letters, digits and underscores")
         positive = ("machines", "cpus", "array", "at_once", "limit_s", "memory_bytes")
-        for key in (*positive, "spares", "gpus", "grace_s"):
+        for key in (*positive, "spares", "gpus", "grace_s", "startup_s"):
             value, lowest = getattr(self, key), int(key in positive)
             if value is not None and not lowest <= value < 2**63:
                 raise UsageError(f"job {self.name}: {key} is {value}", hint=f"{lowest} or more")
@@ -208,6 +213,23 @@ def array_status(tasks: Sequence[JobStatus]) -> JobStatus:
         exit_status=max(statuses) if len(statuses) == len(tasks) else None,
         starts=sum(task.starts for task in tasks),
         native=first.native,
+    )
+
+
+def check_limit(request: LaunchRequest, limit_s: float | None, early_s: float = 0.0) -> None:
+    """Raise UsageError if a time limit leaves a start no time for anything new: it is signalled its grace period before
+    the limit, and up to `early_s` sooner where the engine is not exact."""
+    needed_s = math.ceil(request.startup_s + request.grace_s + early_s)
+    if limit_s is None or not request.startup_s or limit_s >= needed_s:
+        return
+    imposed = request.limit_s is None or limit_s < request.limit_s
+    longer = f"use a partition that allows {needed_s} s" if imposed else f"set limit_s to {needed_s} or more"
+    parts = [f"{request.startup_s:.0f} s to start and take a step", f"{request.grace_s:g} s of grace to save"]
+    parts += [f"{early_s:g} s by which the signal may come early"] if early_s else []
+    shorter = request.grace_s - (needed_s - limit_s)
+    raise UsageError(
+        f"job {request.name}: a time limit of {limit_s:g} s cannot hold {', '.join(parts)}",
+        hint=longer + (f", or set grace_s to {shorter:g} or less" if shorter >= 1 else ""),
     )
 
 

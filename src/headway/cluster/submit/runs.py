@@ -22,7 +22,7 @@ from headway.errors import EngineError, EngineUnreachable, HeadwayError, RunErro
 from headway.hardware import Cluster, Devices
 from headway.recipe import Recipe, with_settings
 from headway.state.handshake import KEY_VARIABLE
-from headway.track import RunFolder, list_runs, lock_holder, read_recipe, run_id, summarize
+from headway.track import RunFolder, list_runs, lock_holder, read_plan, read_recipe, run_id, summarize
 from headway.track.suspects import read_suspects
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 CPUS_PER_GPU = 4
 """Default request of a job: the worker, its share of the agent, and data loading."""
+STARTUP_S = 30.0
+"""From the start of a job to the first step of a small model on an idle machine it takes a third of this; large models
+take longer, and no estimate knows how much."""
 GIB = 2**30
 SOON_S = 10.0
 """How long a store may take to tell how a forgotten job ended."""
@@ -73,13 +76,20 @@ def request_for(
         gpus=gpus,
         cpus=settings.cpus or (gpus * CPUS_PER_GPU if gpus else cluster.per_node),
         memory_bytes=None if settings.memory_gib is None else int(settings.memory_gib * GIB),
-        limit_s=settings.limit_s,
         environment=code.environment | dict(settings.environment),
         secrets=tuple(dict.fromkeys((*settings.secrets, *key))),
         setup=settings.setup,
         site={**settings.site, **code.site},
     )
-    return request if settings.grace_s is None else replace(request, grace_s=settings.grace_s)
+    return _with_limits(request, run, settings)
+
+
+def _with_limits(request: LaunchRequest, run: RunFolder, settings: EngineSettings) -> LaunchRequest:
+    """The request with the time limit and grace period that the settings have now."""
+    plan = read_plan(run)
+    startup_s = STARTUP_S + (0.0 if plan is None else plan.step_s)
+    grace_s = LaunchRequest.grace_s if settings.grace_s is None else settings.grace_s
+    return replace(request, limit_s=settings.limit_s, grace_s=grace_s, startup_s=startup_s)
 
 
 def submit_run(
@@ -233,7 +243,11 @@ def submitted_runs(root: Path, runs: list[RunFolder] | None = None) -> list[Subm
 
 
 def _status_from_records(run: RunFolder, submission: Submission, status: JobStatus) -> JobStatus:
-    """The state of a job that its engine has forgotten, from the run's records in the store."""
+    """The state of a job that its engine has forgotten, from the run's records in the store; why one failed, from those
+    here."""
+    if status.state == "failed" and status.exit_status == 1 and (summary := summarize(run)).state == "failed":
+        newest = max((path.stat().st_mtime for path in run.events.glob("*-agent.jsonl")), default=0.0)
+        return replace(status, reason=f"{status.reason}: {summary.reason}") if newest > submission.time else status
     if status.state != "unknown" or submission.request.shared:
         return status
     from headway.agent.remote.store_mirror import fetch_run
@@ -273,7 +287,7 @@ def requeue(root: Path, run: RunFolder, avoid: tuple[str, ...] = ()) -> Submitte
         engine.probe()
         if lock_holder(run) is not None:
             raise RunError(f"run {run.name} is in use by process {lock_holder(run)}", hint=f"headway stop {run.name}")
-        request = submission.request
+        request = _with_limits(submission.request, run, engine_settings(submission.engine))
         suspects = read_suspects(run.path, time.time())
         request = replace(request, avoid=tuple(dict.fromkeys((*request.avoid, *suspects, *avoid))))
         note_submission(run.path, replace(submission, job=engine.launch(request), request=request))

@@ -15,7 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from headway.cluster.engines.engine import REQUEUE, Engine, JobStatus, LaunchRequest, Machine, did_you_mean
+from headway.cluster.engines.engine import (
+    REQUEUE,
+    Engine,
+    JobStatus,
+    LaunchRequest,
+    Machine,
+    check_limit,
+    did_you_mean,
+)
 from headway.cluster.engines.scripts import command_with_setup
 from headway.errors import EngineError, UsageError
 
@@ -106,6 +114,7 @@ def _unsupported(what: str) -> EngineError:
 def job_sets(request: LaunchRequest) -> list[dict[str, Any]]:
     """The manifests: one JobSet, or one per array task. Pure: no cluster is contacted."""
     site = _site(request)
+    check_limit(request, request.limit_s)
     if request.at_once is not None:
         raise UsageError(
             f"job {request.name}: Kubernetes cannot limit the tasks at a time", hint="limit the queue in Kueue"

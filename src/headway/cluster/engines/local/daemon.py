@@ -134,7 +134,8 @@ def _start(queue: _Queue, job: LocalJob, gpus: tuple[str, ...]) -> None:
         job, state="running", reason="", starts=number, gpus=gpus, started=time.time(), told=None, boot=_boot_id()
     )
     index = {} if job.index is None else {"HEADWAY_ARRAY_INDEX": str(job.index)}
-    variables = {"HEADWAY_MACHINE": "0", "HEADWAY_MACHINES": queue.machine, "PATH": os.defpath, **index}
+    own_variables = {"HEADWAY_MACHINE": "0", "HEADWAY_MACHINES": queue.machine, "HEADWAY_START": str(number)}
+    variables = {**own_variables, "PATH": os.defpath, **index}
     with _locked(own / "lock"):
         queue.children[job.id] = subprocess.Popen(
             ["bash", str(own / "start.sh")],

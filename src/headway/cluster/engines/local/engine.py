@@ -28,6 +28,7 @@ from headway.cluster.engines.engine import (
     Machine,
     array_status,
     cannot_signal,
+    check_limit,
     secret_values,
     status_from_json,
 )
@@ -141,6 +142,7 @@ class LocalEngine(Engine):
                     f"job {request.name} asks for {asked} {what}; this machine has {available}",
                     hint="ask for less, or use another --engine",
                 )
+        check_limit(request, request.limit_s)
         if socket.gethostname() in request.avoid:
             raise UsageError(f"job {request.name} must avoid {socket.gethostname()}, the only machine")
         return replace(request, environment={**inherited_environment(), **request.environment})

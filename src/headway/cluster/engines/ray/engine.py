@@ -25,6 +25,7 @@ from headway.cluster.engines.engine import (
     LaunchRequest,
     Machine,
     cannot_signal,
+    check_limit,
     secret_values,
     status_from_json,
 )
@@ -115,6 +116,7 @@ class RayEngine(Engine):
         if time.monotonic() > self._inventory_time + INVENTORY_S:  # not once per job when hundreds are submitted
             self._inventory_time, self._inventory = time.monotonic(), self._machines()
         placement_strategy(request)
+        check_limit(request, request.limit_s)
         grows = request.site.get("grows", "no")
         if grows not in ("yes", "no"):
             raise UsageError(f"grows is {grows!r}", hint="expected yes (the cluster adds nodes on demand) or no")

@@ -168,6 +168,7 @@ def task_order(job: RayJob, rank: int) -> dict[str, Any]:
     request = job.request
     log = log_path(log_folder(request.folder, job.id), job.starts, rank)
     own = {"HEADWAY_JOB": job.id, "HEADWAY_MACHINE": str(rank), "HEADWAY_MACHINES": ",".join(job.machines)}
+    own["HEADWAY_START"] = str(job.starts)
     own["HEADWAY_END"] = str(log.with_suffix(".end"))
     if job.index is not None:
         own["HEADWAY_ARRAY_INDEX"] = str(job.index)

@@ -53,7 +53,7 @@ HEADWAY_MACHINES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)
 {count}
 note
 HEADWAY_LOG=$(printf '%s/%04d' "$here" "$start")
-export HEADWAY_MACHINES HEADWAY_LOG{array}
+export HEADWAY_MACHINES HEADWAY_LOG HEADWAY_START="$start"{array}
 
 before=$(($(wc -l <"$here/script.log") + 1))
 status={requeue}  # if the signal came before the command started

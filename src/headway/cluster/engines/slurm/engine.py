@@ -38,6 +38,7 @@ from headway.cluster.engines.engine import (
     Machine,
     array_status,
     cannot_signal,
+    check_limit,
     combined_exit_status,
     read_exit_report,
     secret_values,
@@ -73,6 +74,8 @@ message of the old start is taken for one of the new; Slurm's authors recommend 
 for 120."""
 LATE_S = 20.0
 """How long after a command reports the exit status of the whole job its script must have reacted."""
+SIGNAL_EARLY_S = 60.0
+"""How much sooner than asked for Slurm may signal a job before its time limit, by its manual."""
 OVERDUE_S = 60.0
 """How long after its grace period a cancelled job may live before it is killed."""
 _ID = re.compile(r"[0-9]+(_[0-9]+)?")
@@ -341,7 +344,9 @@ class SlurmEngine(Engine):
         check_room(request, self.inventory(), allowed)
         requested = None if request.limit_s is None else math.ceil(request.limit_s / 60)
         limits = [requested, *(partition.minutes for partition in allowed)]
-        return min((minutes for minutes in limits if minutes is not None), default=None)
+        minutes = min((minutes for minutes in limits if minutes is not None), default=None)
+        check_limit(request, None if minutes is None else minutes * 60, SIGNAL_EARLY_S)
+        return minutes
 
     def _run(self, *command: str, secrets: dict[str, str] | None = None) -> str:
         return run(*command, secrets=secrets, patience_s=self.patience_s)
