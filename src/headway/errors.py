@@ -4,6 +4,7 @@ HeadwayError             exit status 1, except as said
 |-- UsageError           the command line asks for something that does not exist (exit status 2)
 |-- RecipeError          a recipe's key or value is wrong (2)
 |-- DataError            a source, tokenizer, dataset or data version is not what was asked for (2)
+|   |-- WrongDataVersion it has another version than the recipe's (2)
 |   `-- DamagedData      its bytes are not those that were written, or cannot be read or written (1)
 |-- StateError           a checkpoint is missing, of another model, or cannot be written
 |   |-- DamagedState     its bytes are not those that were written: the one before it may be whole
@@ -20,8 +21,12 @@ another command would not meet, such as a name that is taken, is raised with `us
 `assert`s and travel as they are.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+FEW = 8
+"""Names that a hint lists; of more it gives the nearest."""
 
 
 class HeadwayError(Exception):
@@ -66,6 +71,10 @@ class DamagedData(DataError):
     """A file's bytes are not those that were written, or cannot be read or written."""
 
     exit_status = 1
+
+
+class WrongDataVersion(DataError):
+    """A dataset has another version than the recipe's."""
 
 
 class StateError(HeadwayError):
@@ -114,6 +123,15 @@ _WANTED = {
     "string_type": "this is no text",
 }
 """What is wrong with a value of the wrong kind, by pydantic's name for the mistake."""
+
+
+def suggest(word: str, names: Iterable[str], lists_all: str) -> str:
+    """Return a hint for an unknown name: the nearest ones, at most three, and what lists all."""
+    names = list(dict.fromkeys(names))
+    near = difflib.get_close_matches(word.strip().lower(), names, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(near)}?  ({lists_all})"
+    return f"one of {', '.join(names)}" if len(names) <= FEW else lists_all
 
 
 def what_is_wrong(mistake: Mapping[str, Any]) -> str:

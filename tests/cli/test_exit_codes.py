@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from headway.agent.launch.prepare import resolve_recipe
 from headway.cli.main import main
 from headway.data import BuildOptions, build_dataset
 from headway.recipe import to_toml
@@ -165,7 +166,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, recipe, dataset: Path) -> Pa
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff\xff")
     for name in ("done", "other", "aside"):
         run = create_run(folder / "runs", "tiny", name)
-        write_json(run.recipe_file, recipe().model_dump())
+        write_json(run.recipe_file, resolve_recipe(recipe(), folder / "runs").model_dump())
         with Recorder(record_path(run.events, 1, "agent"), attempt=1, process="agent") as recorder:
             recorder.event("attempt", workers=1, device="cpu", from_step=0, recipe_changes={})
             recorder.event("end", outcome="failed", reason="because")

@@ -188,6 +188,16 @@ def test_a_damaged_data_set_of_the_same_version_is_mended(texts, tmp_path):
     assert open_dataset(out, verify="full").version == version
 
 
+def test_hint_about_a_missing_dataset_is_a_command_that_works(texts, tmp_path):
+    for folder, hint in (
+        (tmp_path / "new", f"headway data build {tmp_path / 'new'} "),
+        (texts, "made by headway data"),
+    ):
+        with pytest.raises(DataError, match="holds no dataset") as caught:
+            open_dataset(folder)
+        assert hint in (caught.value.hint or "")
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_a_folder_that_is_not_a_dataset_is_never_touched(texts, tmp_path, force):
     with pytest.raises(DataError, match="holds no dataset"):
@@ -228,7 +238,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path):
     command = [sys.executable, "-c", limited, str(tmp_path / "out"), str(tmp_path / "t.txt")]
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert "DataError: cannot write" in completed.stderr
+    assert "DamagedData: cannot write" in completed.stderr
     assert "File too large" in completed.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 

@@ -4,8 +4,10 @@ import re
 
 import pytest
 
+from headway.cli.resume import resume
 from headway.errors import RecipeError
 from headway.recipe import CHANGEABLE, Data, Model, Recipe, changed_keys, check_resumable, with_settings
+from headway.recipe.changes import changeable_keys
 from headway.recipe.load import _fields
 
 BASE = Recipe(data=Data(path="d"))
@@ -20,8 +22,39 @@ def test_changes_are_listed_by_dotted_key() -> None:
 @pytest.mark.parametrize("setting", ["seed=9", "train.lr=1e-5", "train.batch=64", "model.layers=5", "data.seq=8"])
 def test_changes_not_allowed_on_resume_are_refused_by_key(setting: str) -> None:
     with pytest.raises(RecipeError, match=setting.split("=")[0]) as caught:
-        check_resumable(BASE, with_settings(BASE, [setting]))
-    assert "train.steps" in (caught.value.hint or "")
+        check_resumable(BASE, with_settings(BASE, [setting]), "tonight")
+    hint = caught.value.hint or ""
+    assert setting.split("=")[0] in hint, "the command that does it"
+    assert "headway resume --help lists what may change" in hint
+    assert sum(key in hint for key in CHANGEABLE) <= 3
+    assert len(hint) < 250
+
+
+def test_resume_help_lists_every_key_that_may_change() -> None:
+    text = " ".join((resume.__doc__ or "").split())
+    assert f"another run: {', '.join(changeable_keys())}" in text
+    patterns = [key.removesuffix("*") for key in changeable_keys() if key.endswith(".*")]
+    listed = {key for key in CHANGEABLE if key in changeable_keys() or key.startswith(tuple(patterns))}
+    assert listed == set(CHANGEABLE)
+    every = {key for key, _ in _fields(Recipe)}
+    assert {key for key in every if key.startswith(tuple(patterns))} <= set(CHANGEABLE), "a pattern covers no other key"
+
+
+@pytest.mark.parametrize(
+    ("setting", "command"),
+    [
+        ("train.lr=1e-05", "headway train --from tonight --set train.lr=1e-05 starts"),
+        ("model.layers=5", "headway train RECIPE --set model.layers=5"),
+        ("train.optimizer=muon", "headway train RECIPE --set model.init=tonight --set train.optimizer=muon"),
+        ("data.version=0123456789ab", "headway train --from tonight --set data.version=0123456789ab --set data.path="),
+        ("name=other", "headway train --from tonight --name NAME"),
+    ],
+)
+def test_refused_change_is_answered_with_a_command_that_is_not_refused(setting: str, command: str) -> None:
+    """A fork keeps the model's shape and the optimizer, so that no fork is suggested for those."""
+    with pytest.raises(RecipeError) as caught:
+        check_resumable(BASE, with_settings(BASE, [setting]), "tonight")
+    assert command in (caught.value.hint or "")
 
 
 def test_changeable_keys_exist() -> None:

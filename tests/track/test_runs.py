@@ -118,6 +118,31 @@ def test_next_attempt_follows_the_latest(tmp_path):
     assert next_attempt(run) == 13
 
 
+@pytest.mark.parametrize(
+    ("outcome", "command"),
+    [("stopped", "headway resume r"), ("failed", "headway resume r"), ("finished", None), (None, "headway resume r")],
+)
+def test_taken_name_suggests_resume_only_where_it_works(tmp_path, outcome, command):
+    run = create_run(tmp_path, "x", "r")
+    with Recorder(record_path(run.events, 1, "agent"), attempt=1, process="agent") as recorder:
+        recorder.event("attempt", workers=1, device="cpu")
+        if outcome is not None:
+            recorder.event("end", outcome=outcome, reason="because")
+
+    def hint() -> str:
+        with pytest.raises(RunError, match="run r already exists") as caught:
+            create_run(tmp_path, "x", "r")
+        assert caught.value.exit_status == 2
+        return caught.value.hint or ""
+
+    assert (command in hint()) if command else hint() == "choose another name"
+    with lock_run(run):
+        assert "headway stop r" in hint()
+    if outcome is None:
+        (run.path / "jobs.jsonl").write_text("")
+        assert hint() == "choose another name", "an engine will start it"
+
+
 def test_failed_runs_make_room_for_their_name_and_stay_readable(tmp_path):
     """Three runs of one name fail; each is found by its own folder, and the last by the name while that is free."""
     for when in (1000, 3000, 2000):

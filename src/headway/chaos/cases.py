@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from signal import SIGKILL, SIGTERM, SIGUSR1, Signals
 from typing import Literal
 
-from headway.errors import RecipeError, UsageError
+from headway.errors import RecipeError, UsageError, suggest
 from headway.recipe import FaultPlan, Recipe
 from headway.recipe.faults import AGENT, KEEPER, Action, WorkerPoint
 
@@ -269,7 +269,8 @@ def select_cases(names: str, workers: int) -> list[FaultCase]:
 def _named(name: str, workers: int) -> FaultCase:
     case = next((case for case in CASES if case.name == name), None)
     if case is None:
-        raise UsageError(f"unknown fault {name!r}", hint="all, or some of: " + ", ".join(case.name for case in CASES))
+        names = [case.name for case in CASES]
+        raise UsageError(f"unknown fault {name!r}", hint=suggest(name, names, "docs/concepts/faults.md lists all"))
     if not _fits(case, workers):
         requirement = "an even number of workers" if case.even else f"{case.min_workers} workers or more"
         raise UsageError(f"{name} needs {requirement}, not {workers}", hint="--workers 2")

@@ -19,7 +19,7 @@ from headway.cluster.engines.settings import open_engine
 from headway.cluster.engines.submissions import last_submission
 from headway.cluster.submit.runs import submitted_runs
 from headway.cluster.submit.sweeps import Sweep
-from headway.errors import EngineError, RunError
+from headway.errors import FEW, EngineError, RunError
 from headway.track import RunFolder, find_run, find_set_aside, lock_holder, runs_root
 
 _POLL_S = 0.25
@@ -52,11 +52,17 @@ def logs(
     sync.now()
     files = _files(folder, rank, attempt)
     if not files and not follow:
-        available = ", ".join(sorted(path.name for path in folder.logs.glob("*-*.log"))) or "none"
-        raise RunError(f"run {folder.name} has no such log", hint=f"available: {available}", usage=True)
+        names = sorted(path.name for path in folder.logs.glob("*-*.log"))
+        raise RunError(f"run {folder.name} has no such log", hint=_available(names, folder.logs), usage=True)
     show = _printer(json, headings=rank is None)
     for name, line in _lines(folder, rank, attempt, follow, sync):
         show(name, line)
+
+
+def _available(names: list[str], folder: Path) -> str:
+    """Return a hint with the newest logs."""
+    more = f" and {len(names) - FEW} more in {folder}" if len(names) > FEW else ""
+    return f"available: {', '.join(names[-FEW:]) or 'none'}{more}"
 
 
 def _sweep_error(sweep: Sweep) -> RunError:

@@ -44,8 +44,14 @@ def resume(
 ) -> None:
     """Resume a stopped, killed or failed run.
 
-    Some settings may change; those that would make it a different run are rejected. Given an address in an object store
-    (s3://bucket/prefix/RUN), the run's folder is first restored from the store.
+    Given an address in an object store (s3://bucket/prefix/RUN), the run's folder is first restored from the store.
+
+    Some keys may change, others would make it another run: train.steps, train.microbatch, train.recompute,
+    train.recompute_blocks, train.memory_gb, train.offload_optimizer, train.compile, train.update_in_backward,
+    train.cuda_graphs, train.plain, train.deterministic, train.device, train.restarts, train.fewest_workers,
+    train.silent_node_s, train.timeout_s, train.rate_cuts, train.schedule, train.decay_steps, train.decay,
+    train.min_lr_ratio, data.path, data.mixture.*.path, data.skip, parallel.*, model.layout.*, eval.*, checkpoint.*,
+    health.*
     """
     folder, from_store = folder_of(run, runs, alone=True)
     layout = None if mesh is None else parse_layout(mesh, stated_recipe(folder).parallel)

@@ -77,10 +77,10 @@ def read_manifest(folder: Path) -> DatasetManifest:
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(
-            f"{folder} holds no dataset: {MANIFEST} is missing",
-            hint=f"build one: headway data build {folder} SOURCES...",
-        ) from None
+        hint = f"build one: headway data build {folder} SOURCES..."
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):  # which `data build` would refuse
+            hint = "name a folder made by headway data build"
+        raise DataError(f"{folder} holds no dataset: {MANIFEST} is missing", hint=hint) from None
     except OSError as error:
         raise DamagedData(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from headway.data.manifest import TOKENIZER, DataFile, DatasetManifest, read_manifest, read_stamp, stamp_of, write_stamp
 from headway.data.order import Split, count_windows, split_windows
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
-from headway.errors import DamagedData, DataError
+from headway.errors import DamagedData, DataError, WrongDataVersion
 
 Verify = Literal["changed", "full", "sizes"]
 
@@ -95,7 +95,7 @@ def check_version(dataset: Dataset, wanted: str | None) -> None:
         return
     if len(wanted) < 8:
         raise DataError(f"data version {wanted!r} is too short", hint="give at least 8 characters")
-    raise DataError(
+    raise WrongDataVersion(
         f"recipe wants data version {wanted}, folder holds {dataset.version} ({dataset.path})",
         hint="point data.path at that version, rebuild it, or change data.version",
     )

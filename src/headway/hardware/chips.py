@@ -5,13 +5,12 @@ accumulation, and "float32" is without TF32. Memory is in the vendor's "GB", 2**
 "80 GB" A100 reports 81,920 MiB, a "141 GB" H200 143,771). Links are per direction; data sheets print the sum of both.
 """
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from headway.errors import UsageError
+from headway.errors import UsageError, suggest
 
 G = 10**9
 T = 10**12
@@ -248,8 +247,6 @@ def known_chip(name: str) -> Chip:
     """Find a chip by name; raise UsageError with the known names if there is none."""
     chip = find_chip(name)
     if chip is None:
-        names = [chip.name for chip in CHIPS]
-        near = difflib.get_close_matches(name.strip().lower(), names, n=2, cutoff=0.75)
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        raise UsageError(f"unknown chip {name!r}", hint=f"{meant}chips: {', '.join(names)}")
+        hint = suggest(name, (chip.name for chip in CHIPS), "headway hardware show lists all chips")
+        raise UsageError(f"unknown chip {name!r}", hint=hint)
     return chip

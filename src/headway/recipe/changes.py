@@ -1,5 +1,6 @@
 """Which settings may change when a run is resumed."""
 
+import json
 import re
 from typing import Any
 
@@ -48,6 +49,12 @@ CHANGEABLE = {
     **{f"health.{key}": "monitoring only; its effects are recorded" for key in Health.model_fields},
 }
 """Why each dotted key is safe to change in the middle of a run."""
+_INSTEAD = {
+    "train.lr": "train.rate_cuts lowers it from a step on; ",
+    "train.batch": "train.microbatch may change; ",
+    "seed": "data.skip skips samples; ",
+}
+"""What may change and has a similar effect."""
 _ANY_DATA_SET = re.compile(r"^data\.mixture\.[^.]+\.")
 
 
@@ -64,14 +71,42 @@ def _with_defaults(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_copy(update={"model": model, "parallel": recipe.parallel or Parallel()}).model_dump()
 
 
-def check_resumable(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Return the changes; raise RecipeError for the first that resuming does not allow."""
+def check_resumable(old: Recipe, new: Recipe, run: str = "RUN") -> dict[str, tuple[Any, Any]]:
+    """Return the changes; raise RecipeError for the first that resuming `run` does not allow."""
     changed = changed_keys(old, new)
-    refused = [key for key in changed if _ANY_DATA_SET.sub("data.mixture.*.", key) not in CHANGEABLE]
+    refused = [key for key in changed if not _is_changeable(key)]
     if refused:
         key, (old_value, new_value) = refused[0], changed[refused[0]]
         raise RecipeError(
             f"{key} cannot change when a run is resumed (is {old_value!r}, requested {new_value!r})",
-            hint=f"headway train --from RUN starts a new run; resume may change {', '.join(CHANGEABLE)}",
+            hint=f"{_new_run(key, new_value, run)}; {_INSTEAD.get(key, '')}headway resume --help lists what may change",
         )
     return changed
+
+
+def changeable_keys() -> list[str]:
+    """Return the keys that may change, with one pattern for a section of which all may."""
+    whole = ("parallel", "model.layout", "eval", "checkpoint", "health")
+    keys = [key for key in CHANGEABLE if not any(key.startswith(f"{section}.") for section in whole)]
+    return [*keys, *(f"{section}.*" for section in whole)]
+
+
+def _is_changeable(key: str) -> bool:
+    return _ANY_DATA_SET.sub("data.mixture.*.", key) in CHANGEABLE
+
+
+def _new_run(key: str, value: Any, run: str) -> str:
+    """Return the command that trains with a value that resuming refuses, and that is not itself refused."""
+    text = "" if value is None else json.dumps(value)
+    setting = f"--set {key}={text.strip(chr(34)) if isinstance(value, str) else text}"
+    if isinstance(value, dict | list | tuple):
+        setting = f"--set {key}=..."
+    if key.startswith("model."):
+        return f"another model is another run: headway train RECIPE {setting}"
+    if key in ("train.optimizer", "train.freeze"):  # the optimizer's state would not fit
+        return f"headway train RECIPE --set model.init={run} {setting} starts a new run from its weights"
+    if key.startswith("data.") and key.endswith("version"):
+        return f"headway train --from {run} {setting} --set data.path=FOLDER starts a new run on other data"
+    if key == "name":
+        return f"headway train --from {run} --name NAME starts a new run"
+    return f"headway train --from {run} {setting} starts a new run"

@@ -8,13 +8,14 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from headway.errors import RecipeError, what_is_wrong
+from headway.errors import RecipeError, suggest, what_is_wrong
 from headway.recipe.families import FAMILIES, MODEL_TYPES, families_with
 from headway.recipe.schema import Recipe
 
@@ -30,19 +31,39 @@ _BOUNDS = {
 def load_recipe(file: Path, settings: Iterable[str] = ()) -> Recipe:
     """Read a recipe file, follow its `extends`, and apply `key=value` settings on top."""
     values, origins = _read_file(file, chain=())
-    for setting in settings:
-        key, value = _parse_setting(setting)
-        _assign(values, origins, key, value)
-    return parse_recipe(values, origins, default_origin=str(file))
+    return _with_settings(values, origins, settings, default_origin=str(file))
 
 
 def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     """Return the recipe with `key=value` settings applied."""
-    values, origins = recipe.model_dump(), dict[str, str]()
+    return _with_settings(recipe.model_dump(), {}, settings, default_origin="recipe")
+
+
+def _with_settings(
+    values: dict[str, Any], origins: dict[str, str], settings: Iterable[str], default_origin: str
+) -> Recipe:
+    """Validate values with `key=value` settings applied; an error names the setting that is to blame, if one is."""
+    states = [deepcopy(values)]
+    settings = list(settings)
     for setting in settings:
         key, value = _parse_setting(setting)
-        _assign(values, origins, key, value)
-    return parse_recipe(values, origins, default_origin="recipe")
+        _assign(values, origins, key, value, f"--set {setting}")
+        states.append(deepcopy(values))
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        valid = [_is_valid(state) for state in states]
+        turns = [i for i in range(len(settings)) if valid[i] and not valid[i + 1]]
+        blamed = f"--set {settings[turns[-1]]}" if turns else None
+        raise _explain(error, origins, default_origin, blamed) from None
+
+
+def _is_valid(values: Mapping[str, Any]) -> bool:
+    try:
+        Recipe.model_validate(values)
+    except ValidationError:
+        return False
+    return True
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -178,7 +199,7 @@ def _parse_setting(setting: str) -> tuple[str, Any]:
         return key, text.strip()
 
 
-def _assign(values: dict[str, Any], origins: dict[str, str], key: str, value: Any) -> None:
+def _assign(values: dict[str, Any], origins: dict[str, str], key: str, value: Any, origin: str) -> None:
     *sections, name = key.split(".")
     table = values
     for section in sections:
@@ -188,7 +209,7 @@ def _assign(values: dict[str, Any], origins: dict[str, str], key: str, value: An
         table[section] = dict(deeper)
         table = table[section]
     table[name] = value
-    origins[key] = "--set"
+    origins[key] = origin
 
 
 def _fields(section: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, str]]:
@@ -214,16 +235,23 @@ def _kinds(annotation: Any) -> Iterable[Any]:
     return [kind for part in parts for kind in _kinds(part)] if parts else [annotation]
 
 
-def _explain(error: ValidationError, origins: Mapping[str, str], default_origin: str) -> RecipeError:
-    """Turn the first validation error into one sentence; the others show up once it is fixed."""
+def _explain(
+    error: ValidationError, origins: Mapping[str, str], default_origin: str, blamed: str | None = None
+) -> RecipeError:
+    """Turn the first validation error into one sentence; the others show up once it is fixed.
+
+    `blamed` is the setting without which there would be none.
+    """
     mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
     first = mistakes[0]
     key = ".".join(str(part) for part in _field_path(first["loc"]))
     if first["type"] == "at_key":
         key += f".{first['ctx']['key']}"
-    origin = _origin(key, origins) or default_origin
+    own = origins.get(key, "")
+    origin = own if own.startswith("--set ") else blamed or _origin(key, origins) or default_origin
+    elsewhere = f" ({key} is in {own})" if own not in ("", origin) else ""
     if first["type"] == "at_key":
-        return RecipeError(f"{origin}: {first['msg']}")
+        return RecipeError(f"{origin}: {first['msg']}{elsewhere}")
     if first["type"] == "extra_forbidden":
         section, _, name = key.rpartition(".")
         near = nearest_keys(key) or difflib.get_close_matches(key, Recipe.model_fields)
@@ -231,21 +259,26 @@ def _explain(error: ValidationError, origins: Mapping[str, str], default_origin:
         families = families_with(name) if section == "model" else []
         if families:
             hint = f"these families have it: {', '.join(families)} (model.family)"
-        return RecipeError(f'{origin}: {section or "a recipe"} has no key "{name}"', hint=hint)
+        return RecipeError(f'{origin}: {section or "a recipe"} has no key "{name}"{elsewhere}', hint=hint)
     if first["type"] == "missing":
         key = {"data": "data.path"}.get(key, key)
+        if origin.startswith(f"--set {key}="):
+            return RecipeError(f"{origin}: {key} has no default", hint=f"--set {key}=VALUE")
         return RecipeError(f"{origin}: {key} is missing", hint=f"set it in the file or with --set {key}=...")
     if first["type"] == "value_error":
         return RecipeError(f"{origin}: {key}: {what_is_wrong(first)}")
     allowed = _allowed(key)
     if key == "model.family":
-        kinds = sorted({*MODEL_TYPES} - {*FAMILIES})
-        known = f"model.family takes one of {', '.join(FAMILIES)}; for {', '.join(kinds)} use model.init"
-        return RecipeError(f"{origin}: unknown model.family {first['input']!r}", hint=known)
-    return RecipeError(
-        f"{origin}: {key} = {first['input']!r}: {what_is_wrong(first)}",
-        hint=f"{key} takes {allowed}" if allowed else LIST_ALL,
-    )
+        name = str(first["input"])
+        hint = f"model.init takes a Hugging Face folder of a {name}" if name in MODEL_TYPES else None
+        hint = hint or suggest(name, FAMILIES, LIST_ALL)
+        return RecipeError(f"{origin}: unknown model.family {name!r}", hint=hint)
+    itself = origin.startswith(f"--set {key}=")
+    hint = f"{key} takes {allowed}" if allowed else LIST_ALL
+    if itself and first["type"] == "string_type":
+        hint = f"""quote it: --set '{key}="{origin.partition("=")[2]}"'"""
+    what = f"{key} = {first['input']!r}: {what_is_wrong(first)}"
+    return RecipeError(f"--set {what}" if itself else f"{origin}: {what}", hint=hint)
 
 
 def _field_path(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:

@@ -31,7 +31,7 @@ HERE = -1
 
 _BAND_BYTES = 32 << 20  # read through a buffer at a time
 _ROW_BYTES = 1 << 16  # longer rows are read one by one when there are no chunks
-_HINT = "headway resume falls back to the one before it; headway checkpoint verify lists all that are damaged"
+_HINT = "headway checkpoint verify RUN lists all that are damaged; RUN@STEP names an older one"
 
 
 @dataclass(frozen=True)

@@ -130,9 +130,7 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
         except FileExistsError:
             if name is None:
                 continue
-            raise RunError(
-                f"run {name} already exists", hint=f"choose another name, or `headway resume {name}`", usage=True
-            ) from None
+            raise RunError(f"run {name} already exists", hint=_taken_hint(run), usage=True) from None
         except OSError as error:
             raise RunError(
                 f"cannot create the run folder {run.path}: {error.strerror}",
@@ -141,6 +139,17 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
         for folder in (run.events, run.checkpoints, run.logs):
             folder.mkdir()
         return run
+
+
+def _taken_hint(run: RunFolder) -> str:
+    """Return what to do about a name that is taken: only what the run's state allows."""
+    state = summarize(run).state if run.events.is_dir() else None
+    waiting = (run.path / "jobs.jsonl").exists()  # an engine will start it
+    if state in ("stopped", "failed") or (state == "interrupted" and not waiting):
+        return f"choose another name, or `headway resume {run.name}`"
+    if state == "running":
+        return f"choose another name, or `headway stop {run.name}` first"
+    return "choose another name"
 
 
 def list_runs(root: Path) -> list[RunFolder]:

@@ -172,7 +172,7 @@ def test_forbidden_change_is_refused_and_nothing_is_written(lab, done) -> None:
 def test_indivisible_batch_names_the_nearest_one(lab, recipe) -> None:
     with pytest.raises(RecipeError, match="8 sequences, which 3 workers") as caught:
         lab.train(recipe(), workers=3)
-    assert "train.batch=6 or 9" in caught.value.hint
+    assert caught.value.hint == "--set train.batch=6 or 9, or --workers 2 or 4"
     assert not lab.root.exists(), "no run folder is created for a recipe that cannot run"
 
 
@@ -180,8 +180,12 @@ def test_other_data_is_refused_on_resume_and_moved_data_is_not(lab, done, datase
     (tmp_path / "a.txt").write_text("other words " * 500)
     build_dataset(tmp_path / "other", [tmp_path / "a.txt"], BuildOptions(vocab_size=280))
     before = done.recipe_file.read_bytes()
-    with pytest.raises(DataError, match="version"):
+    with pytest.raises(DataError, match="version") as refused:
         lab.resume(done, "train.steps=4", f"data.path={tmp_path / 'other'}")
+    assert "change data.version" not in (refused.value.hint or "")
+    assert f"headway train --from {done.name} --set data.version= " in (refused.value.hint or "")
+    with pytest.raises(RecipeError, match=r"data\.version cannot change"):
+        lab.resume(done, "train.steps=4", f"data.path={tmp_path / 'other'}", "data.version=0123456789")
     assert done.recipe_file.read_bytes() == before
     shutil.copytree(dataset, tmp_path / "moved")
     assert lab.resume(done, "train.steps=4", f"data.path={tmp_path / 'moved'}").outcome.state == "finished"
@@ -196,6 +200,12 @@ def test_fork_without_state_for_its_optimizer_is_refused(lab, recipe, done) -> N
         lab.train(recipe({"train.steps": 4}), origin=frozen.name)
     with pytest.raises(RecipeError, match=r"train\.freeze matches every parameter"):
         lab.train(recipe({"train.freeze": ["**"]}))
+
+
+def test_hint_about_workers_of_a_resumed_run_does_not_touch_its_batch(lab, done) -> None:
+    with pytest.raises(RecipeError, match="8 sequences, which 5 workers") as caught:
+        lab.resume(done, "train.steps=4", workers=5)
+    assert caught.value.hint == "--workers 4 or 8"
 
 
 def test_fork_without_steps_is_refused(lab, recipe, done) -> None:

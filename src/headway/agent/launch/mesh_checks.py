@@ -1,5 +1,6 @@
 """How many workers a recipe's mesh needs, and whether it can run; the error says why not, with the numbers."""
 
+import math
 from dataclasses import replace
 
 from headway.agent.launch.auto_plan import settings_as_written
@@ -174,14 +175,17 @@ def count_workers(recipe: Recipe, requested: int | None, default: int) -> int:
     return stated
 
 
-def check_workers(recipe: Recipe, workers: int, devices: Devices) -> None:
-    """Check that the batch divides evenly over the data ranks, and that every worker has a device."""
+def check_workers(recipe: Recipe, workers: int, devices: Devices, resumed: bool = False) -> None:
+    """Check that the batch divides evenly over the data ranks, and that every worker has a device.
+
+    The batch of a `resumed` run cannot change.
+    """
     if workers < 1:
         raise RunError(f"{workers} workers cannot train", hint="--workers takes 1 or more", usage=True)
     if devices.kind == "cuda" and workers > devices.count:
         raise RunError(
             f"{workers} workers, but there are {devices.count} GPUs ({devices.name})",
-            hint=f"--workers {devices.count}, or --set train.device=cpu",
+            hint=" or ".join([*_fitting_workers(recipe, workers, devices)[:1], "--set train.device=cpu"]),
             usage=True,
         )
     mesh = stated_mesh(recipe.parallel, workers)
@@ -191,11 +195,10 @@ def check_workers(recipe: Recipe, workers: int, devices: Devices) -> None:
             below = batch - batch % mesh.data
             nearest = " or ".join(str(value) for value in (below, below + mesh.data) if value > 0)
             key = "train.batch" if batch == recipe.train.batch else "a batch of train.batch_ramp"
+            options = [] if resumed else [f"--set train.batch={nearest}" if key == "train.batch" else f"use {nearest}"]
+            options += _fitting_workers(recipe, workers, devices) or ["another mesh"]
             raise RecipeError(
-                f"{key} is {batch} sequences, which {ranks} cannot share evenly",
-                hint=f"--set train.batch={nearest}, or another number of workers"
-                if batch == recipe.train.batch
-                else f"use {nearest}, or another number of workers",
+                f"{key} is {batch} sequences, which {ranks} cannot share evenly", hint=", or ".join(options)
             )
     if mesh.pipeline > 1 and recipe.train.batch_ramp:
         # microbatches have one size in all steps, and each step needs enough of them
@@ -203,6 +206,17 @@ def check_workers(recipe: Recipe, workers: int, devices: Devices) -> None:
             settings = _pipeline_settings(recipe, mesh, batch)
             check_microbatch(settings)
             check_trainer_schedule(settings)
+
+
+def _fitting_workers(recipe: Recipe, workers: int, devices: Devices) -> list[str]:
+    """Return, as an option, the nearest numbers of workers that share every batch evenly and have a device each."""
+    if recipe.parallel is not None and recipe.parallel.shard is not None:
+        return []  # the mesh sets it
+    others = workers // stated_mesh(recipe.parallel, workers).data
+    most = devices.count if devices.kind == "cuda" else others * max(recipe.train.batches)
+    fits = [n * others for n in divisors(math.gcd(*recipe.train.batches)) if n * others <= most]
+    nearest = [*[n for n in fits if n < workers][-1:], *[n for n in fits if n > workers][:1]]
+    return [f"--workers {' or '.join(map(str, nearest))}"] if nearest else []
 
 
 def mesh_can_run(recipe: Recipe, workers: int) -> bool:

@@ -17,7 +17,7 @@ from headway.agent.launch.auto_plan import PlannedRecipe, plan_run, replan_run, 
 from headway.agent.launch.mesh_checks import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.saving.restore_points import is_taken, newest_in_store, newest_on_disk
 from headway.data.corpus import open_corpus
-from headway.errors import ModelError, RecipeError, RunError, StateError, UsageError
+from headway.errors import ModelError, RecipeError, RunError, StateError, UsageError, WrongDataVersion
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
 from headway.recipe import Data, FaultPlan, Model, Parallel, Recipe, changed_keys, check_resumable, with_settings
@@ -132,15 +132,16 @@ def resume_run(
             hint=f'start a run from it: model.init = "{run.name}" in a recipe',
             usage=True,
         )
-    new, _ = pin_data(with_settings(old, settings))
+    new = with_settings(old, settings)
     if mesh is not None:
         new = new.model_copy(update={"parallel": mesh})
+    check_resumable(old, new, run.name)
+    new = _same_data(new, run.name)
     check_store(new, ask=False)
     available = on or devices(new.train.device)
     old_plan = read_plan(run)
     stated = new if old_plan is None else unplanned(new, old_plan)
     check_axes(stated, workers or default_workers(available))
-    check_resumable(old, new)
     events = [event for record in read_run(run) for event in record.events]
     checkpoint, skipped = newest_checkpoint(run, events, new)
     manifest = open_address(checkpoint).manifest if checkpoint else None
@@ -154,7 +155,7 @@ def resume_run(
     starts = [event for event in events if event["kind"] == "attempt"]
     workers_before = manifest.workers if manifest else starts[-1]["workers"] if starts else None
     count = count_workers(stated, workers, workers_before or default_workers(available))
-    check_workers(stated, count, available)
+    check_workers(stated, count, available, resumed=True)
     check_mesh(stated, count)
     _check_nodes(nodes or 1, count)
     planned = replan_run(new, available, count, old=old_plan, workers_before=workers_before)
@@ -306,6 +307,18 @@ def pin_data(recipe: Recipe) -> tuple[Recipe, int]:
     """Check the data and pin its version in the recipe; return the recipe and the vocabulary size."""
     corpus = open_corpus(recipe)
     return recipe.model_copy(update={"data": corpus.pinned()}), corpus.vocab_size
+
+
+def _same_data(recipe: Recipe, run: str) -> Recipe:
+    """Pin the data of a resumed run, whose version cannot change."""
+    try:
+        return pin_data(recipe)[0]
+    except WrongDataVersion as error:
+        raise WrongDataVersion(
+            error.message,
+            hint="--set data.path=FOLDER names that version where it is now; to train on other data, start a new run: "
+            f"headway train --from {run} --set data.version= --set data.path=FOLDER",
+        ) from None
 
 
 def _copy_data_facts(run: RunFolder, data: Data) -> None:

@@ -301,5 +301,6 @@ def requeue(root: Path, run: RunFolder, avoid: tuple[str, ...] = ()) -> Submitte
 def _submitted(root: Path, run: RunFolder) -> SubmittedRun:
     submitted = submitted_runs(root, [run])
     if not submitted:
-        raise RunError(f"run {run.name} was not submitted to an engine", hint=f"headway stop {run.name}", usage=True)
+        hint = f"headway stop {run.name}" if lock_holder(run) is not None else "headway jobs lists submitted runs"
+        raise RunError(f"run {run.name} was not submitted to an engine", hint=hint, usage=True)
     return submitted[0]
