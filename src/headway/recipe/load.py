@@ -270,9 +270,10 @@ def _explain(
     allowed = _allowed(key)
     if key == "model.family":
         name = str(first["input"])
-        hint = f"model.init takes a Hugging Face folder of a {name}" if name in MODEL_TYPES else None
-        hint = hint or suggest(name, FAMILIES, LIST_ALL)
-        return RecipeError(f"{origin}: unknown model.family {name!r}", hint=hint)
+        from_folder = f"model.init takes a Hugging Face folder of a {name}" if name in MODEL_TYPES else None
+        return RecipeError(
+            f"{origin}: unknown model.family {name!r}", hint=from_folder or suggest(name, FAMILIES, LIST_ALL)
+        )
     itself = origin.startswith(f"--set {key}=")
     hint = f"{key} takes {allowed}" if allowed else LIST_ALL
     if itself and first["type"] == "string_type":
