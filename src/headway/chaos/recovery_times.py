@@ -124,7 +124,7 @@ def agent_messages(records: Sequence[Record], fault_ns: int) -> list[str]:
 
 def _message(event: Event) -> str:
     match event["kind"]:
-        case "woken" | "adopted" | "straggler":
+        case "node" | "woken" | "adopted" | "straggler":
             return str(event.get("text", ""))
         case "unsaved":
             return str(event.get("message", ""))

@@ -1,4 +1,4 @@
-"""`headway agent`: the agent of one node, which engines start on each machine of a run."""
+"""`headway agent`: the agent of one node, which engines start on each machine; `leave` has a node leave a run."""
 
 import contextlib
 import os
@@ -8,14 +8,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headway.agent import Attempt, resume_run
 from headway.agent.launch.prepare import nodes_before
+from headway.agent.live_runs import list_live_runs
 from headway.agent.nodes.leader import leader_answers
 from headway.agent.nodes.leader_search import SEARCH_S, LeaderSearch, SharedEntries
+from headway.agent.nodes.lease import newest_lease
 from headway.agent.nodes.lease_record import LeaseRecord
 from headway.agent.nodes.node_agent import NodeAgent
 from headway.agent.nodes.store_lease import leader_finder
@@ -25,20 +27,30 @@ from headway.agent.saving.restore_points import need_store
 from headway.cli.launch import launch, start_launcher
 from headway.cli.options import Json, Runs
 from headway.cli.run_lookup import folder_of, own_folder_of, own_root
+from headway.cli.text import print_json
 from headway.cluster.submit.store_runs import run_of_array_task
-from headway.errors import HeadwayError, UsageError
+from headway.errors import HeadwayError, RunError, UsageError
 from headway.hardware import Devices, devices
 from headway.hardware.network import main_address
 from headway.state.address import is_in_store
-from headway.state.handshake import KEY_VARIABLE, key_from_env
-from headway.track import RunFolder, lock_holder, read_recipe, summarize
+from headway.state.handshake import KEY_VARIABLE, HandshakeFailed, connect, key_from_env
+from headway.state.peer_read import peer_request
+from headway.track import RunFolder, find_run, lock_holder, read_recipe, runs_root, summarize
 from headway.track.suspects import read_suspects
 
 FIRST_S = 300.0
 """How long machines that find the leader through a store wait for the first lease."""
 
 
+LEAVE_POLL_S, LEAVE_ANSWER_S = 0.3, 60.0
+"""Between two questions whether a node has left, and how long the leader may take to answer one."""
+
+app = typer.Typer(invoke_without_command=True)
+
+
+@app.callback()
 def agent(
+    context: typer.Context,
     run: Annotated[
         str | None,
         typer.Option("--run", metavar="RUN", help="Run to work for, or its address in an object store."),
@@ -101,6 +113,8 @@ def agent(
     All machines share the run's folder, or join the one that has it. Exits with 0 if the run is done, 1 if it failed,
     75 if it was saved and can be restarted.
     """
+    if context.invoked_subcommand is not None:
+        return
     if (run is None) == (join is None):
         problem = "missing --run RUN or --join HOST:PORT" if run is None else "--run and --join exclude each other"
         raise UsageError(problem, hint="use --join on machines that do not share the run's folder")
@@ -117,6 +131,85 @@ def agent(
             slots = -(-(workers or nodes) // nodes)
             sys.exit(_join(join or run or "", rank, slots, runs))
         _work(run, nodes, spares, rank, workers, host, port, no_shared_folder=no_shared_folder, runs=runs, json=json)
+
+
+@app.command()
+def leave(
+    node: Annotated[
+        str | None, typer.Argument(metavar="[NODE]", help="Node that leaves (default: the one of this machine).")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="Run to leave (default: the only one on this machine).")
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            "--join", metavar="HOST:PORT", help="Address of the leader, without the run's folder; needs $HEADWAY_KEY."
+        ),
+    ] = None,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Have one node leave a run, which continues without it.
+
+    Workers save and start again on the other nodes; the command returns when the node has left. A spare takes over its workers; without one, the run continues with fewer workers, if its recipe allows that.
+    """
+    if run is not None and join is not None:
+        raise UsageError("--run and --join exclude each other", hint="use --join without the run's folder")
+    if join is not None:
+        name, address, key = f"at {join}", parse_address(join), _need_key("--join")
+    else:
+        name, address, key = _leader_of(run, runs)
+    request: dict[str, Any] = {"node": node} if node is not None else {"machine": socket.gethostname()}
+    try:
+        with contextlib.closing(connect(address, key)) as leader:
+            leader.settimeout(LEAVE_ANSWER_S)
+            answer = _ask_to_leave(leader, request)
+            if not json:
+                print(f"node {answer['node']} is leaving run {name}: {answer['text']}", file=sys.stderr, flush=True)
+            state = answer["state"]
+            while state != "left":
+                time.sleep(LEAVE_POLL_S)
+                try:
+                    state = _ask_to_leave(leader, {"node": answer["node"], "again": True})["state"]
+                except (OSError, ValueError):  # the leader has ended, and the nodes with it
+                    break
+    except (OSError, HandshakeFailed, ValueError) as error:
+        raise RunError(
+            f"the leader of run {name} does not answer: {error}", hint="headway ps shows whether it runs"
+        ) from None
+    facts = {"node": answer["node"], "workers": answer["workers"], "text": answer["text"], "state": state}
+    if json:
+        print_json(facts | {"run": name})
+    elif state == "left":
+        print(f"node {answer['node']} left run {name}")
+    else:
+        print(f"run {name} has ended")
+
+
+def _leader_of(run: str | None, runs: Path | None) -> tuple[str, tuple[str, int], str]:
+    """Return a run's name, the address of its leader, and its key."""
+    if run is None:
+        live = [live_run.run for live_run in list_live_runs()]
+        if len(live) != 1:
+            names = ", ".join(folder.name for folder in live) or "none"
+            raise UsageError(f"{len(live)} runs have an agent on this machine: {names}", hint="name one with --run RUN")
+        folder = live[0]
+    else:
+        folder = find_run(runs_root(runs), run)
+    lease = newest_lease(folder.leases)
+    if lease is None or not lease.port:
+        hint = "headway stop RUN saves and stops it; --join HOST:PORT on a machine without the run's folder"
+        raise UsageError(f"run {folder.name} has no nodes that could leave", hint=hint)
+    return folder.name, (lease.host, lease.port), folder.key_file.read_text().strip()
+
+
+def _ask_to_leave(leader: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+    answer = peer_request(leader, "leave", **request)
+    if "error" in answer:
+        nodes = ", ".join(answer.get("nodes", ()))
+        raise UsageError(str(answer["error"]), hint=f"nodes of the run: {nodes}; headway stop saves and stops the run")
+    return answer
 
 
 @contextlib.contextmanager
@@ -204,8 +297,10 @@ def _work(
             "notes": [*attempt.notes, *changed],
         }
         search.leader = start_launcher(attempt.model_copy(update=update), shown=True)
-    status = NodeAgent(search, slots, _machine(rank)).serve()
-    _tell_engine(status, folder)
+    node = NodeAgent(search, slots, _machine(rank))
+    status = node.serve()
+    if not node.left:  # the run goes on without this machine
+        _tell_engine(status, folder)
     sys.exit(status)
 
 
@@ -229,8 +324,10 @@ def _join(address: str, rank: int, slots: int, runs: Path | None) -> int:
     remote = join_run(leader, key, own_root(runs).resolve(), name, FIRST_S if in_store else SEARCH_S, find_leader)
     local = devices(read_recipe(remote.run).train.device)
     slots = local.count if local.kind == "cuda" else slots
-    status = NodeAgent(LeaderSearch(name, remote.run, remote), slots, _machine(rank)).serve()
-    _tell_engine(status, remote.run)
+    node = NodeAgent(LeaderSearch(name, remote.run, remote), slots, _machine(rank))
+    status = node.serve()
+    if not node.left:  # the run goes on without this machine
+        _tell_engine(status, remote.run)
     remote.leave()
     return status
 

@@ -49,7 +49,11 @@ def _load_command(verb: str) -> Any:
         root.command(verb)(getattr(signatures, verb))
     else:
         root.add_typer(app, name=verb)
-    for command in (app or root).registered_commands:
+    group = app or root
+    commands: list[Any] = [*group.registered_commands]
+    if group.registered_callback is not None:  # a verb with subcommands
+        commands.append(group.registered_callback)
+    for command in commands:
         assert command.callback is not None
         command.callback = _imported_when_called(module, command.callback)
     return typer.main.get_group(root).commands[verb]

@@ -52,7 +52,7 @@ VERBS: dict[str, dict[str, str]] = {
         "cancel": "Save and cancel a submitted run or sweep",
         "requeue": "Restart a submitted run, or a sweep's failed runs",
         "nodes": "List an engine's machines and what is free",
-        "agent": "Run the agent of one node (started by engines)",
+        "agent": "Run the agent of one node, or have a node leave",
     },
     "Simulate and explain scheduling": {
         "simulate": "Simulate a job trace under several policies",

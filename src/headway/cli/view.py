@@ -86,7 +86,7 @@ class LiveStatus:
                 self.recent.clear()
             case "end" if "recovery" in event:
                 self.notices.append(event["recovery"])
-            case "hang" | "woken" | "adopted" | "alone" | "straggler" | "waiting" if event.get("text"):
+            case "hang" | "node" | "woken" | "adopted" | "alone" | "straggler" | "waiting" if event.get("text"):
                 self.notices.append(event["text"])
             case "storage" if event["text"] not in self.notices:  # else the agent has said it already
                 self.notices.append(event["text"])

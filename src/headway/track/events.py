@@ -12,8 +12,8 @@ Every other line is an event, with the nanoseconds since that moment as `t`:
     agent   attempt (workers, device, from_step), worker (rank, pid), exit (rank, code), end (outcome, reason)
             memory (bytes, buffers), kept (step, seconds), checkpoint and upload (step, digest, bytes, seconds),
             skipped (step), unsaved (step, tier, message, hint), retry (message), rhythm (seconds, cost)
-            hang (rank, step, phase, seconds, limit, line, stacks, ends), woken, adopted, straggler, each with a `text`;
-            a failed end has its `failure`, and `recovery` if the run continues
+            hang (rank, step, phase, seconds, limit, line, stacks, ends), node (node, state), waiting, woken, adopted,
+            straggler, each with a `text`; a failed end has its `failure`, and `recovery` if the run continues
     ranks   step (step, data, compute; rank 0 adds loss, grad_norm, lr, tokens, cursor, chain ...)
             doubt (step, value): the value in a replay of an element in which replicas differed
     rank 0  resumed (step), eval (step, loss), facts (...), replicas (step, digest)

@@ -59,7 +59,7 @@ _ADVICE = {
 _LONGEST = 1 << 62  # nanoseconds; a larger number means a damaged record
 _MOST_WORKERS = 1 << 20  # as above
 _STOPPED_CODE = 75  # a worker that saved and stopped on request
-_WITH_TEXT = ("adopted", "alone", "corrupted", "hang", "numbers", "storage", "straggler", "woken")
+_WITH_TEXT = ("adopted", "alone", "corrupted", "hang", "node", "numbers", "storage", "straggler", "woken")
 """Kinds of agent events with a `text` that is shown as it is."""
 _RAISED_BY_ALL = ("BadNumbers", "Corrupted")
 """Errors that every worker raises at the same time."""
@@ -504,6 +504,8 @@ def _incident_text(event: Event, process: str) -> str | None:
             return f"{process}: {event.get('message', '')}"
         case kind if kind in _WITH_TEXT and process == "agent" and event.get("text"):
             return str(event["text"])
+        case "waiting":
+            return str(event.get("text", "")).partition(": headway agent")[0]  # how to start it is in the log
         case "rhythm":
             every, cost = _number(event.get("seconds")), _number(event.get("cost"))
             return f"saving every {every:,.0f} s from now on; each save stalls for {cost:.3f} s"

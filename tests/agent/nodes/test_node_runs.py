@@ -16,12 +16,13 @@ import pytest
 
 from conftest import Lab, Lived, assert_same, when
 from eventually import CEILING_S, eventually
-from headway.agent import new_run, resume_run
+from headway.agent import Attempt, new_run, resume_run
 from headway.agent.fd_store import FdStore
 from headway.agent.nodes.lease import LeaderLease, newest_lease
 from headway.agent.nodes.membership import Membership
 from headway.agent.nodes.node_group import NodeGroup
 from headway.agent.remote.folder_server import RunFolderServer
+from headway.agent.workers.workers import NodeLost
 from headway.cli.launch import start_launcher
 from headway.errors import UsageError
 from headway.recipe import Assignment, FaultPlan, Recipe
@@ -30,6 +31,7 @@ from headway.state import Channel
 from headway.state.handshake import connect
 from headway.state.object_store import open_store
 from headway.state.store_checkpoint import list_remote
+from headway.track import account, read_run
 from headway.track.runs import RunFolder, create_run
 
 SETTINGS = {"train.steps": 10, "train.restarts": 3, "checkpoint.every_steps": 5, "checkpoint.memory_every_steps": 1}
@@ -179,11 +181,36 @@ def test_suspended_agent_is_excluded(lab: Lab, recipe, unharmed: Lived) -> None:
     lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, spares=1, faults=faults)
     assert_same(lived, unharmed)
     (recovery,) = lived.ways_on
-    assert re.match(r"node n\d was lost: it has said nothing for 5 s; resuming from step", recovery)
+    lost = re.match(r"node (n\d) was lost: its agent has sent nothing for 5 s; resuming from step", recovery)
+    assert lost is not None
+    assert not lived.events("hang", "agent"), "its worker is not to blame"
+    silent = next(event for event in lived.events("node", "agent") if event["node"] == lost[1])
+    assert "is stopped by a signal and has sent nothing for" in silent["text"]
+    end_stopped_agents(lived.run.path)
+
+
+def end_stopped_agents(run: Path) -> None:
+    """Continue the stopped agents of a run; they find it over, and go."""
     for process in psutil.process_iter():
-        if f"--run {lived.run.path} --name" in _command(process):
-            process.send_signal(signal.SIGCONT)  # it finds the run over, and goes
+        if f"--run {run} --name" in _command(process):
+            process.send_signal(signal.SIGCONT)
             process.kill()
+
+
+@pytest.mark.slow
+def test_agent_stopped_before_the_first_step_is_named_in_log_and_report(lab: Lab, recipe, unharmed: Lived) -> None:
+    """It never joins, or joins and falls silent: the spare has its place."""
+
+    def agent_of_n1() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children(recursive=True) if "--name n1 " in _command(child)]
+
+    when(agent_of_n1, lambda: agent_of_n1()[0].suspend(), patience_s=CEILING_S)
+    lived = lab.train(recipe(SETTINGS), workers=2, nodes=2, spares=1)
+    assert_same(lived, unharmed)
+    incidents = [incident.text for incident in account(read_run(lived.run)).incidents]
+    named = [text for text in incidents if "n1" in text and ("starting without" in text or "sent nothing for" in text)]
+    assert named, incidents
+    end_stopped_agents(lived.run.path)
 
 
 @pytest.mark.slow
@@ -319,7 +346,7 @@ def test_silent_node_is_lost_with_its_workers(led: Led) -> None:
     assert set(led.group.nodes.members) == {"n0", "n1", "n2"}, "silent for as long as it may be"
     led.clock.now += 0.01
     assert [(end.rank, end.pid) for end in led.group.poll()] == [(1, 101)]
-    assert led.group.lost_nodes == [("n1", f"it has said nothing for {SILENT_S:g} s")]
+    assert led.group.lost_nodes == [("n1", f"its agent has sent nothing for {SILENT_S:g} s")]
     assert (set(led.group.nodes.members), led.group.pids()) == ({"n0", "n2"}, {0: 100})
     assert led.begin(2) == {0: "n0", 1: "n2"}, "the spare has its place"
     assert led.group.lost_nodes == []
@@ -333,6 +360,39 @@ def test_lost_spare_costs_no_worker(led: Led) -> None:
     led.until(lambda: "n1" not in led.group.nodes.members)
     assert (led.group.poll(), led.group.lost_nodes, led.group.pids()) == ([], [], {0: 100})
     assert not led.group.place_ranks(2), "only one slot is left"
+
+
+def test_silent_agent_is_named_before_its_node_is_lost(led: Led) -> None:
+    for name in ("n0", "n1", "n2"):
+        led.join(name)
+    led.begin(2)
+    led.clock.now += 0.4 * SILENT_S
+    led.tell_that_they_live("n1", "n2")
+    assert led.group.heard_at() == pytest.approx(led.clock.now - 0.4 * SILENT_S), "nothing is known since"
+    assert led.group.node_events == []
+    led.clock.now += 0.2 * SILENT_S
+    led.tell_that_they_live("n1", "n2")
+    led.group.poll()
+    (silent,) = led.group.node_events
+    assert (silent.node, silent.state) == ("n0", "silent")
+    assert silent.text == "node n0: its agent (process 1) has sent nothing for 3.0 s"
+    led.tell_that_they_live("n0")
+    assert led.group.node_events[1].text == "node n0: its agent is heard again after 3.0 s"
+    assert led.group.heard_at() == led.clock.now
+
+
+def test_node_lost_before_it_had_workers_is_recorded_and_gets_none(led: Led, tmp_path: Path) -> None:
+    for name in ("n0", "n1"):
+        led.join(name)
+    assert led.group.place_ranks(2)
+    led.clock.now += SILENT_S + 0.01
+    led.tell_that_they_live("n0")
+    led.group.survey()
+    (lost,) = [event for event in led.group.node_events if event.state == "lost"]
+    assert lost.text == "node n1, without workers, was lost: its agent has sent nothing for 5 s"
+    attempt = Attempt(run=tmp_path / "r", number=1, workers=2, nodes=2, device="cpu", threads=1)
+    with pytest.raises(NodeLost, match="node n1 was lost before its workers started"):
+        list(led.group.assign_all(attempt, None))
 
 
 def test_more_nodes_than_workers_are_refused(lab: Lab, recipe) -> None:

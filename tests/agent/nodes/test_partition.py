@@ -130,7 +130,7 @@ def test_link_is_cut_and_restored(cluster: Machines, network: Network, reference
     assert_ends_well(cluster, reference)
     (recovery,) = cluster.recoveries
     assert re.fullmatch(
-        r"node \S+-1 was lost: it has said nothing for 5 s; resuming from step \d+ \(memory\)", recovery
+        r"node \S+-1 was lost: its agent has sent nothing for 5 s; resuming from step \d+ \(memory\)", recovery
     )
     assert newest_lease(cluster.run.leases).lead.endswith("-0")
 

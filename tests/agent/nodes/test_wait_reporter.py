@@ -29,11 +29,21 @@ def test_missing_ranks_are_reported_once_and_again_after_a_change() -> None:
     assert reporter.message(["gpu-node-0", "other-1", "other-2"], 300.0) is None
 
 
-def test_spares_are_counted_and_local_nodes_are_not() -> None:
+def test_emulated_nodes_that_do_not_join_are_named() -> None:
+    reporter = make_reporter(host=None)
+    assert reporter.message(["n0", "n2"], 114.0) is None, "they share the cores of one machine"
+    assert (reporter.message(["n0", "n2"], 116.0) or "").startswith("waiting for node n1; see the logs in ")
+    assert reporter.started_without(["n0", "n2"], 120.0) == "starting without node n1: not there after 20 s"
+    assert reporter.started_without(["n0", "n1", "n2"], 120.0) is None
+
+
+def test_spares_are_counted() -> None:
     message = make_reporter(spares=1).message(["a-0", "a-1", "a-2"], 104.0)
     assert message is not None
     assert "waiting for rank 3 of 4: headway agent --run r --nodes 3 --spares 1 --rank 3;" in message
-    assert make_reporter(host=None).message([], 104.0) is None
+    assert make_reporter(spares=1).started_without(["a-0", "a-1", "a-2"], 121.0) == (
+        "starting without rank 3: not there after 21 s"
+    )
 
 
 def test_machines_without_the_folder_get_the_store_address() -> None:

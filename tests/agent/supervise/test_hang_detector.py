@@ -363,6 +363,7 @@ class MonitoredRun(Simulation):
         self.beats = [HeartbeatWriter(self.pages.page(rank)) for rank in range(2)]
         self.attempt = Attempt(run=run, number=1, workers=2, device="cpu", threads=1)
         self.states, self.events, self.signals, self.dumps = ["S", "S"], [], [], []
+        self.heard: float | None = None
         self.monitor.begin()
         for rank in range(2):
             self.beats[rank] = HeartbeatWriter(self.pages.page(rank))
@@ -385,6 +386,9 @@ class MonitoredRun(Simulation):
 
     def pids(self) -> dict[int, int]:
         return {0: 100, 1: 101}
+
+    def heard_at(self) -> float:
+        return self.clock.now if self.heard is None else self.heard
 
     def state(self, rank: int) -> str:
         return self.states[rank]
@@ -443,6 +447,19 @@ def test_reported_worker_that_recovers_is_left_alone(watched):
     (recovered,) = watched.recorded("woken")
     assert (hang["ends"], recovered["rank"]) == (False, 1)
     assert watched.signals == []
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_no_worker_is_blamed_while_the_agent_of_a_node_is_silent(watched, behind):
+    """The heartbeats of its workers do not arrive: they look hung, or the others do, and all may be training."""
+    watched.block(behind)
+    watched.pass_time(2.0)
+    watched.heard = watched.clock.now
+    assert watched.pass_time(60.0) is None
+    assert (watched.events, watched.dumps) == ([], [])
+    watched.heard = None
+    watched.pass_time(1.0)
+    assert watched.recorded("hang")[0]["rank"] == behind, "and who is hung all the same is found afterwards"
 
 
 @pytest.mark.parametrize("state", ["t", "Z", ""], ids=["debugged", "dead", "gone"])

@@ -223,6 +223,19 @@ def test_new_room_is_used_and_costs_no_tries():
     assert recovery.reason.endswith("with 4 workers instead of 2")
 
 
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+def test_node_that_leaves_costs_no_tries_and_no_pause(restarts):
+    """However often the run has failed before."""
+    before = tuple(failed(reached=40, node="b") for _ in range(restarts))
+    left = failed("left", reached=40)
+    places = NodeCapacity(2, (("a", 1), ("b", 1)), (1, 2))
+    given = Situation(left, before, RecoveryRules(restarts=restarts), RestorableSteps(memory=40), places=places)
+    recovery = recover(given, NOW)
+    assert (recovery.action, recovery.step, recovery.pause_s, recovery.workers) == ("restart", 40, 0.0, 2)
+    died = Situation(failed(reached=41), (left,), RecoveryRules(restarts=1), RestorableSteps(memory=40))
+    assert recover(died, NOW).action == "restart", "and nothing is counted later"
+
+
 def test_node_with_repeated_failures_is_excluded_and_costs_no_tries():
     places = NodeCapacity(4, NODES, (1, 2, 4))
     row = [failed("died", reached=9, node="n1") for _ in range(5)]

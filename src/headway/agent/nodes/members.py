@@ -33,6 +33,10 @@ class Member:
     files: dict[str, list[int]] = field(default_factory=dict)
     """The files in its memory when it joined, and of which steps."""
     last_seen: float = field(default_factory=time.monotonic)
+    leaving: bool = False
+    """Whether it was asked to leave, and gets no more workers."""
+    silent: bool = False
+    """Whether it was reported as silent."""
     joined: float = field(default_factory=time.monotonic)
     copies: dict[str, list[int]] = field(default_factory=dict)
     """Replicas of other nodes' files that it holds, and of which steps."""

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from headway.agent.fd_store import FdStore
@@ -28,6 +28,8 @@ from headway.state.peer_read import peer_request, read_line
 ALIVE_S = 1.0
 """Between two signs of life to nodes, and two looks at the leases."""
 POLL_S = 0.05
+ANSWER_S = 60.0
+"""How long a leader that is busy may take to answer a request to leave."""
 SHARED = ("attempt", "pieces", "newest", "copied", "roster")
 """Entries of the fd store that another leader needs."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -59,6 +61,11 @@ class Membership:
         self.on_message: Callable[[Member, Message], None] = lambda _member, _message: None
         """Called with what nodes report of their workers."""
         self.on_lost: Callable[[Member, str], None] = lambda _member, _how: None
+        self.on_silence: Callable[[Member, float], None] = lambda _member, _silent_s: None
+        """Called when a node was silent for half of the time after which it is lost, and when it is heard again."""
+        self.on_leave: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _request: {"error": "not ready"}
+        """Called with a request that a node leave; returns the answer."""
+        self._leave_requests = SimpleQueue[tuple[Mapping[str, Any], SimpleQueue[dict[str, Any]]]]()
         self._attempt = 1
         self._joining: SimpleQueue[Member] = SimpleQueue()
         threading.Thread(target=self._accept, name="membership", daemon=True).start()
@@ -79,6 +86,9 @@ class Membership:
             server_handshake(end, self.key)
             end.settimeout(self._silent_s)  # a node that does not read for so long is lost
             request = json.loads(read_line(end))
+            if request["kind"] == "leave":
+                self._answer_leave(end, request)
+                return
             if request["kind"] != "hello":
                 self._folder_server.serve(end, request)
                 return
@@ -86,8 +96,17 @@ class Membership:
             if not NAME.fullmatch(fields["name"]):
                 raise ValueError("not the name of a node")
             self._joining.put(Member(line=Channel(end), **fields))
-        except (HandshakeFailed, OSError, ValueError, TypeError, KeyError):
+        except (HandshakeFailed, OSError, ValueError, TypeError, KeyError, Empty):
             end.close()
+
+    def _answer_leave(self, end: socket.socket, request: Mapping[str, Any]) -> None:
+        """In a caller's thread: pass requests to `poll`, and send its answers until the caller hangs up."""
+        end.settimeout(None)
+        while True:
+            answers = SimpleQueue[dict[str, Any]]()
+            self._leave_requests.put((request, answers))
+            end.sendall(json.dumps(answers.get(timeout=ANSWER_S)).encode() + b"\n")
+            request = json.loads(read_line(end))
 
     def _join(self, member: Member) -> None:
         if (known := self.members.get(member.name)) is not None:
@@ -117,22 +136,35 @@ class Membership:
         """Process what nodes have sent; notice who joined and who is lost. Raise LeaseSuperseded."""
         while not self._joining.empty():
             self._join(self._joining.get())
+        while not self._leave_requests.empty():
+            request, answers = self._leave_requests.get()
+            answers.put(self.on_leave(request))
         for member in list(self.members.values()):
             try:
                 for message in member.line.receive():
-                    member.last_seen = self.now()
+                    self._hear(member)
                     self.on_message(member, message)
             except ChannelClosed:
                 self._lose(member, "its agent is gone")
                 continue
-            if self.now() - member.last_seen > self._silent_s:
-                self._lose(member, f"it has said nothing for {self._silent_s:g} s")
+            silent_s = self.now() - member.last_seen
+            if silent_s > self._silent_s:
+                self._lose(member, f"its agent has sent nothing for {self._silent_s:g} s")
+            elif silent_s > self._silent_s / 2 and not member.silent:
+                member.silent = True
+                self.on_silence(member, silent_s)
         if self.now() - self._signed > ALIVE_S:
             self._signed = self.now()
             self.broadcast("alive")
             if self.lease.lost():
                 self.abdicated = True
                 raise LeaseSuperseded
+
+    def _hear(self, member: Member) -> None:
+        silent_s, member.last_seen = self.now() - member.last_seen, self.now()
+        if member.silent:
+            member.silent = False
+            self.on_silence(member, silent_s)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a message at most so long, then poll."""
@@ -157,7 +189,8 @@ class Membership:
 
     def able(self) -> list[Member]:
         """Nodes that can have workers, sorted by name; those that see the run folder first."""
-        ready = [member for member in self.members.values() if member.ready and member.machine not in self.suspects]
+        members = [member for member in self.members.values() if member.ready and not member.leaving]
+        ready = [member for member in members if member.machine not in self.suspects]
         return sorted(ready, key=lambda member: (member.apart, member.name))
 
     def _lose(self, member: Member, how: str) -> None:
@@ -166,6 +199,13 @@ class Membership:
             del self.members[member.name]
             self._store_roster()
         self.on_lost(member, how)
+
+    def dismiss(self, member: Member) -> None:
+        """Have a node exit that was asked to leave."""
+        member.send("bye", status=0, left=True)
+        member.line.close()
+        del self.members[member.name]
+        self._store_roster()
 
     # -- leading
 

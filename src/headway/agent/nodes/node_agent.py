@@ -51,6 +51,8 @@ class NodeAgent:
     """What the engine calls the machine; its own name where there is none."""
     domain: str = ""
     """What fails together with this node: a rack, a power supply."""
+    left: bool = False
+    """Whether it left on request, before the run was over."""
     _preempted: bool = False
     _stop_signals: StopSignals = field(default_factory=StopSignals)
 
@@ -145,7 +147,10 @@ class NodeAgent:
                 heard_at = server.leader_heard_at = time.monotonic()
                 search.note(message)
                 if message.kind == "bye":
-                    search.print(f"run {search.run.name} is over")
+                    self.left = bool(message.fields.get("left"))
+                    search.print(
+                        f"left run {search.run.name} on request" if self.left else f"run {search.run.name} is over"
+                    )
                     return int(message.fields["status"])
                 workers.obey(message)
             workers.start_assigned(search.address.host)

@@ -13,6 +13,7 @@ from typing import Any, final
 from headway.agent.attempt import Attempt, make_assignment
 from headway.agent.fd_store import FdStore
 from headway.agent.launch.mesh_checks import mesh_can_run
+from headway.agent.nodes.leave import LeaveEffect, effect_of_leaving, node_of_machine
 from headway.agent.nodes.members import Member, RemoteChannel
 from headway.agent.nodes.membership import ALIVE_S, Membership
 from headway.agent.nodes.node_memory import NodeMemory
@@ -20,9 +21,10 @@ from headway.agent.nodes.wait_reporter import WaitReporter
 from headway.agent.remote.folder_server import RunFolderServer
 from headway.agent.saving.buffers import StateFiles
 from headway.agent.saving.restore_points import need_store
+from headway.agent.supervise.hang_detector import process_state
 from headway.agent.supervise.recover import SUSPECT, Failure, NodeCapacity
 from headway.agent.supervise.stack_dumps import Frame, StackDump, WorkerStack
-from headway.agent.workers.workers import NodeLost, TooFewNodes, WorkerExit, Workers
+from headway.agent.workers.workers import NodeEvent, NodeLost, TooFewNodes, WorkerExit, Workers
 from headway.agent.workers.zygote import log_tail
 from headway.errors import StateError, WorkerError
 from headway.recipe import Assignment, Recipe
@@ -55,17 +57,20 @@ class NodeGroup(Workers):
         self.nodes, self._folder_server = nodes, folder_server
         self.memory = NodeMemory(nodes, fd_store, succeeds)
         self.takeover = f"leader {succeeds} was lost; {nodes.lease.lead} is the new leader" if succeeds else ""
-        self.lost_nodes, self.preempted, self.store_lease = [], False, nodes.lease.store_lease
+        self.lost_nodes, self.node_events, self.preempted, self.store_lease = [], [], False, nodes.lease.store_lease
         self.processes: list[subprocess.Popen[bytes]] = []
         """The agents of the nodes, where all of them are on this machine."""
         self._exit_status = 1
+        self._attempt: Attempt | None = None
+        self._leave_effects: dict[str, LeaveEffect] = {}
         self._began_with = frozenset[str]()
         self._heartbeats: HeartbeatPages | None = None
         self._channels: dict[int, RemoteChannel] = {}
         self._pids: dict[int, int] = {}
         self._states: dict[int, str] = {}
         self._exits = deque[WorkerExit]()
-        nodes.on_message, nodes.on_lost = self._receive, self._lose
+        nodes.on_message, nodes.on_lost, nodes.on_silence = self._receive, self._lose, self._note_silence
+        nodes.on_leave = self._answer_leave
 
     # -- placement
 
@@ -73,7 +78,7 @@ class NodeGroup(Workers):
         self, attempt: Attempt, heartbeats: HeartbeatPages, recorder: Recorder, tick: Callable[[], None]
     ) -> None:
         """Wait until there are nodes for all workers, and place each rank on one."""
-        self._heartbeats = heartbeats
+        self._heartbeats, self._attempt = heartbeats, attempt
         self.nodes.begin_attempt(attempt.number)
         began = time.monotonic()
         deadline, soon, first = began + FIRST_S, began + FIRST_S, True
@@ -95,6 +100,8 @@ class NodeGroup(Workers):
                 self.nodes.suspects = {}
             if self._all_ended() or now > deadline:
                 raise self._too_few(attempt, now - began)
+        if expected and (text := waiting.started_without(self.nodes.members, time.monotonic())):
+            self.node_events.append(NodeEvent("", "missing", text))
 
     def _all_ended(self) -> bool:
         """Whether no node can join any more: all are processes of this machine, and have ended."""
@@ -148,6 +155,9 @@ class NodeGroup(Workers):
     def assign_all(self, attempt: Attempt, state: StateFiles | None) -> Iterator[tuple[int, MessageChannel]]:
         """Give every rank its assignment; the state to resume from is read from the nodes, or from the disk."""
         first = self.node(0)
+        for member in self.memory.homes():
+            if self.nodes.members.get(member.name) is not member:
+                raise NodeLost(f"node {member.name} was lost before its workers started")
         try:
             rendezvous = f"tcp://{first.host}:{self.nodes.request(first, 'port')['port']}"
         except StateError as error:
@@ -273,8 +283,26 @@ class NodeGroup(Workers):
         ranks = [rank for rank in placed if not self._has_ended(rank)]
         if ranks:
             self.lost_nodes.append((member.name, how))
+        else:
+            self.node_events.append(
+                NodeEvent(member.name, "lost", f"node {member.name}, without workers, was lost: {how}")
+            )
         for rank in ranks:
             self._exit(rank, self._pids.get(rank, 0), KILLED)
+
+    def _note_silence(self, member: Member, silent_s: float) -> None:
+        """A node's agent is silent, or is heard again."""
+        if not member.silent:
+            text = f"node {member.name}: its agent is heard again after {silent_s:.1f} s"
+            self.node_events.append(NodeEvent(member.name, "heard", text))
+            return
+        machine = "" if member.machine == member.name else f" on {member.machine}"
+        stopped = any(process.pid == member.pid for process in self.processes) and process_state(member.pid) == "T"
+        how = "is stopped by a signal and " if stopped else ""
+        text = (
+            f"node {member.name}: its agent (process {member.pid}{machine}) {how}has sent nothing for {silent_s:.1f} s"
+        )
+        self.node_events.append(NodeEvent(member.name, "silent", text))
 
     def _exit(self, rank: int, pid: int, code: int) -> None:
         self._exits.append(WorkerExit(rank, pid, code))
@@ -283,6 +311,45 @@ class NodeGroup(Workers):
 
     def _has_ended(self, rank: int) -> bool:
         return rank not in self._channels or (self._channels[rank].gone and rank not in self._pids)
+
+    # -- nodes that leave on request
+
+    def _answer_leave(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Decide whether a node may leave; the same request again (`again`) says whether it is still here."""
+        members, name, attempt = self.nodes.members, request.get("node"), self._attempt
+        if not isinstance(name, str):
+            name, problem = node_of_machine(str(request.get("machine", "")), members)
+            if name is None:
+                return {"error": problem, "nodes": sorted(members)}
+        if (member := members.get(name)) is None and request.get("again"):
+            return {"state": "left", "node": name}
+        if member is None or attempt is None:
+            problem = f"this run has no node {name!r}" if member is None else "the run is only starting"
+            return {"error": problem, "nodes": sorted(members)}
+        if name == self.nodes.lease.lead:
+            problem = f"node {name} leads the run and cannot leave: if its command is killed, another node takes over"
+            return {"error": problem, "nodes": sorted(members)}
+        effect = self._leave_effects.get(name)
+        if not member.leaving or effect is None:
+            capacity = self.capacity(read_recipe(attempt.folder), attempt, attempt.workers)
+            effect = effect_of_leaving(capacity, name, has_workers=member in self.memory.homes())
+            if effect.refused:
+                return {"error": effect.text, "nodes": sorted(members)}
+            member.leaving, self._leave_effects[name] = True, effect
+            self.node_events.append(NodeEvent(name, "leaving", f"node {name} was asked to leave; {effect.text}"))
+        return {"state": "leaving", "node": name, "workers": effect.workers, "text": effect.text}
+
+    def leaving_with_workers(self) -> tuple[str, ...]:
+        """Nodes that were asked to leave and still have workers."""
+        return tuple(member.name for member in self.memory.homes() if member.leaving)
+
+    def let_leave(self) -> None:
+        """Let nodes go that were asked to leave and have no workers any more."""
+        homes = self.memory.homes()
+        for member in list(self.nodes.members.values()):
+            if member.leaving and member not in homes:
+                self.node_events.append(NodeEvent(member.name, "left", f"node {member.name} left on request"))
+                self.nodes.dismiss(member)
 
     # -- after a failed attempt, or under another leader
 
@@ -306,6 +373,10 @@ class NodeGroup(Workers):
         """Whether fewer than half are left of the nodes that this attempt began with and that could lead."""
         return 2 * sum(name in self.nodes.members for name in self._began_with) < len(self._began_with)
 
+    def heard_at(self) -> float:
+        """When the node that has been silent for longest was last heard."""
+        return min((self.node(rank).last_seen for rank in self._pids), default=float("inf"))
+
     def slots(self, joined_for_s: float) -> int:
         """Workers that fit on nodes that joined at least so long ago."""
         now = time.monotonic()
@@ -319,7 +390,6 @@ class NodeGroup(Workers):
 
     def capacity(self, recipe: Recipe, attempt: Attempt, wanted: int) -> NodeCapacity:
         """How many workers the nodes that are left can have, and with how many this run could resume."""
-        self.nodes.poll()
         able = tuple((member.name, member.slots) for member in self.nodes.able())
         counts = tuple(count for count in range(1, wanted + 1) if mesh_can_run(recipe, count))
         return NodeCapacity(attempt.workers, able, counts, min(recipe.train.fewest_workers, wanted))

@@ -8,9 +8,11 @@ from headway.agent.attempt import Attempt
 
 FIRST_S = 3.0
 """Machines that are started together join within this time, and need no report."""
+FIRST_EMULATED_S = 15.0
+"""The same of emulated nodes, which are started here and compete for the cores of one machine."""
 AGAIN_S = 10.0
 """Between two reports."""
-_RANK = re.compile(r".*-(\d+)")
+_RANK = re.compile(r"(?:n|.*-)(\d+)")
 
 
 @dataclass
@@ -29,20 +31,34 @@ class WaitReporter:
 
     def message(self, joined: Iterable[str], now: float) -> str | None:
         """What to report when the nodes of these names have joined; None if there is nothing new."""
-        missing = self._missing(joined)
-        too_soon = now < self.began + FIRST_S if self._reported_at is None else now < self._reported_at + AGAIN_S
-        if self.attempt.host is None or not missing or missing == self._reported or too_soon:
+        missing, emulated = self._missing(joined), self.attempt.host is None
+        first_at = self.began + (FIRST_EMULATED_S if emulated else FIRST_S)
+        too_soon = now < first_at if self._reported_at is None else now < self._reported_at + AGAIN_S
+        if not missing or missing == self._reported or too_soon:
             return None
         self._reported, self._reported_at = missing, now
+        if emulated:
+            return f"waiting for {self._names(missing)}; see the logs in {self.attempt.folder.logs}"
         attempt, many = self.attempt, len(missing) > 1
-        ranks = f"rank{'s' * many} {', '.join(map(str, missing))}"
         spares = f" --spares {attempt.spares}" if attempt.spares else ""
         rank = "I on each machine" if many else str(missing[0])
         join = "" if self.url else f"; on machines without this folder, --join {self.host}:{self.port}"
         return (
-            f"waiting for {ranks} of {attempt.nodes + attempt.spares}: headway agent --run "
+            f"waiting for {self._names(missing)} of {attempt.nodes + attempt.spares}: headway agent --run "
             f"{self.url or attempt.run.name} --nodes {attempt.nodes}{spares} --rank {rank}{join}"
         )
+
+    def started_without(self, joined: Iterable[str], now: float) -> str | None:
+        """What to report when workers start although not all nodes have joined; None if all have."""
+        missing = self._missing(joined)
+        if not missing:
+            return None
+        return f"starting without {self._names(missing)}: not there after {now - self.began:.0f} s"
+
+    def _names(self, missing: tuple[int, ...]) -> str:
+        if self.attempt.host is None:
+            return f"node{'s' * (len(missing) > 1)} {', '.join(f'n{number}' for number in missing)}"
+        return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
 
     def _missing(self, joined: Iterable[str]) -> tuple[int, ...]:
         """Ranks of nodes that have not joined, by the names that `headway agent` gives them."""

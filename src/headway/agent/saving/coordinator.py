@@ -96,6 +96,10 @@ class SaveCoordinator:
         self._recovered_step = -1
         self._schedule.start(workers)
 
+    def expect_start(self) -> None:
+        """The next attempt starts as planned, not after a failure."""
+        self._schedule.expect_start()
+
     def listen(self, rank: int, channel: MessageChannel) -> None:
         """Poll a worker's channel from now on."""
         self._channels[rank] = channel
@@ -328,6 +332,10 @@ class _SaveSchedule:
         self._failures += 1
         self._pending = False
         self._last = time.monotonic()
+
+    def expect_start(self) -> None:
+        """The next start is none after a failure."""
+        self._failures -= 1
 
     def guess(self, seconds: float) -> None:
         """Set what a save may cost until one has shown it."""

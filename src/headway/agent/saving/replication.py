@@ -56,6 +56,7 @@ class SnapshotReplicator:
     def _second(self, home: Member) -> Member | None:
         """The node that holds another's copies: the next by name, in another failure domain if there is one."""
         others = [member for _, member in sorted(self._nodes.members.items()) if member is not home]
+        others = [member for member in others if not member.leaving] or others
         others = [member for member in others if not home.domain or member.domain != home.domain] or others
         after = [member for member in others if member.name > home.name]
         return next(iter([*after, *others]), None)

@@ -15,12 +15,13 @@ from headway.agent.attempt import Attempt
 from headway.agent.fd_store import FdStore
 from headway.agent.launch.mesh_checks import mesh_can_run
 from headway.agent.saving.coordinator import SaveCoordinator
-from headway.agent.supervise.failures import collateral_ranks
+from headway.agent.supervise.failures import collateral_ranks, last_step
 from headway.agent.supervise.outcome import (
     AttemptEnd,
     AttemptOutcome,
     collect_evidence,
     explain_exit,
+    left_on_request,
     out_of_memory_kills,
 )
 from headway.agent.supervise.recover import Failure
@@ -80,6 +81,9 @@ class AgentContext:
         self._last = now
         self.reporter.attend(self.recorder, self.monitor.step)
         self.workers.attend()
+        for event in self.workers.node_events:
+            self.recorder.event("node", node=event.node, state=event.state, text=event.text)
+        self.workers.node_events.clear()
         if self.workers.preempted:
             self.stop_signals.asked = max(self.stop_signals.asked, 1)
         if not self.fd_store.keep_alive() and not self.stop_signals.asked:
@@ -141,6 +145,10 @@ def run_attempt(attempt: Attempt, agent: AgentContext) -> AttemptResult:
         outcome = explain_exit(collect_evidence(run, attempt.number, end, stops, saves.unsaved))
         if saves.not_uploaded is not None and outcome.state != "failed":
             outcome = replace(outcome, reason=f"{outcome.reason}; not uploaded: {saves.not_uploaded.message}")
+        if outcome.state == "stopped" and end.leaving and not stops:
+            reached = max(saves.memory.step, last_step(run, attempt))
+            what = left_on_request(end.leaving)
+            return AttemptResult(outcome, end, Failure("left", what, reached + 1, reached, at=time.time()))
         return AttemptResult(outcome, end)
     except _StoppedEarly:
         return AttemptResult(AttemptOutcome("stopped", "stopped on request before the first step", resume), end)
@@ -218,8 +226,14 @@ def _watch_workers(attempt: Attempt, agent: AgentContext, end: AttemptEnd) -> No
             held = True
             workers.hold()
             workers.fork(attempt.workers)  # spares, for a restart
+        if held:
+            workers.let_leave()  # the state that they held has been read
         agent.tick()
         forwarded = _forward_stops(attempt, agent, forwarded)
+        if not end.leaving and not end.exits and len(workers.pids()) == attempt.workers:
+            end.leaving = workers.leaving_with_workers()
+            if end.leaving:
+                workers.signal(signal.SIGTERM)  # save and stop, to be started again on the other nodes
         if attempt.workers < agent.wanted and not end.exits and not end.room and not agent.stop_signals.asked:
             end.room = _more_room(attempt, agent)
             if end.room:

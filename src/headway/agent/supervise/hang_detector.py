@@ -108,10 +108,16 @@ class HangDetector:
         self._silent, self._ended, self._sampled = {}, set(), self.clock()
         self.longest_ns = dict(self._first_ns)
 
-    def sample(self, pages: HeartbeatPages, ranks: Sequence[int]) -> list[HeartbeatSample]:
-        """Read every worker's heartbeat, and how long it has been silent."""
-        now = self.clock()
-        passed, self._sampled = min(now - self._sampled, MAX_GAP_S), now
+    def sample(
+        self, pages: HeartbeatPages, ranks: Sequence[int], heard_at: float = float("inf")
+    ) -> list[HeartbeatSample]:
+        """Read every worker's heartbeat, and how long it has been silent.
+
+        Only time up to `heard_at`, when heartbeats last came from all nodes, counts as silence: after it nothing is
+        known, neither who is silent nor who waits for whom.
+        """
+        known = max(min(self.clock(), heard_at), self._sampled)
+        passed, self._sampled = min(known - self._sampled, MAX_GAP_S), known
         heartbeats = {rank: pages.read(rank) or NO_HEARTBEAT for rank in ranks}
         behind = min((heartbeat.progress for heartbeat in heartbeats.values()), default=None)
         for rank, heartbeat in heartbeats.items():

@@ -2,7 +2,7 @@
 
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -52,6 +52,8 @@ class AttemptEnd:
     """Nodes that were lost, and how."""
     room: int = 0
     """The number of workers that fit again, for which they were ended."""
+    leaving: tuple[str, ...] = ()
+    """Nodes that leave as they were asked to, for which workers were told to save and stop."""
     killed_for_memory: bool = False
     zygote_died: bool = False
 
@@ -110,6 +112,8 @@ def explain_exit(evidence: ExitEvidence) -> AttemptOutcome:
         return AttemptOutcome("failed", f"the last state could not be saved: {unsaved.message}", unsaved.hint)
     if first is None:
         if AttemptOutcome.STOPPED_CODE in end.codes.values():
+            if end.leaving and not evidence.stops_requested:
+                return AttemptOutcome("stopped", f"{left_on_request(end.leaving)}, state saved", resume)
             return AttemptOutcome("stopped", "stopped on request, state saved", resume)
         return AttemptOutcome("finished", "all steps done", None)
     if evidence.stops_requested >= 2:
@@ -148,6 +152,11 @@ def explain_exit(evidence: ExitEvidence) -> AttemptOutcome:
         f"worker {rank} {how}; the end of its log: {evidence.log_tail}",
         f"headway logs {run.name} --rank {rank} shows all of it; {resume} continues the run",
     )
+
+
+def left_on_request(nodes: Sequence[str]) -> str:
+    """Which nodes left, in words."""
+    return f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)} left on request"
 
 
 def recorded_exit_status(run: RunFolder) -> int | None:

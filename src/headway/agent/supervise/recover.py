@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Cause = Literal[
-    "died", "lost", "room", "hung", "stopped", "raised", "not finite", "spike", "corrupted", "damaged", "agent died",
-    "other",
+    "died", "lost", "room", "left", "hung", "stopped", "raised", "not finite", "spike", "corrupted", "damaged",
+    "agent died", "other",
 ]  # fmt: skip
-"""died: a worker exited. lost: its whole node did. room: nodes for more workers joined. hung: no heartbeat for too
-long. stopped: by a signal. raised: an exception during training. not finite, spike: of the loss or the gradient norm.
-corrupted: replicas differ. damaged: the state to resume from is. other: a restart would not help, for example a mistake
-in the recipe or a full disk."""
+"""died: a worker exited. lost: its whole node did. room: nodes for more workers joined. left: a node leaves because it
+was asked to. hung: no heartbeat for too long. stopped: by a signal. raised: an exception during training. not finite,
+spike: of the loss or the gradient norm. corrupted: replicas differ. damaged: the state to resume from is. other: a
+restart would not help, for example a mistake in the recipe or a full disk."""
 
 Source = Literal["memory", "disk", "store", "start"]
 LONGEST_PAUSE_S = 30.0
@@ -169,7 +169,7 @@ def _restart(situation: Situation, now: float, **more: Any) -> Recovery:
     bad_node = _bad_node(situation)
     tries = _without_progress(situation, bad_node)
     restarts = situation.rules.restarts
-    if failure.cause != "damaged" and tries >= restarts:
+    if failure.cause not in ("damaged", "left") and tries >= restarts:
         count = f"; no progress in {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
         return Recovery("stop", f"{what}{count}")
     newest = situation.states.newest()
@@ -181,7 +181,7 @@ def _restart(situation: Situation, now: float, **more: Any) -> Recovery:
     reason = f"{what}; " + (
         "nothing saved yet, restarting from step 0" if fresh else f"resuming from step {step}{tier}"
     )
-    pause = _pause_s(tries, failure, now)
+    pause = 0.0 if failure.cause == "left" else _pause_s(tries, failure, now)
     reason += f", after {pause:g} s" if pause else ""
     workers = None
     if situation.places is not None:
@@ -254,7 +254,8 @@ def _without_progress(situation: Situation, bad_node: str) -> int:
     """Number of failures since the last progress, without those of a bad node."""
     after = _since_progress(situation)[1:]
     return sum(
-        failure.cause not in ("damaged", "room") and not (bad_node and failure.node == bad_node) for failure in after
+        failure.cause not in ("damaged", "room", "left") and not (bad_node and failure.node == bad_node)
+        for failure in after
     )
 
 

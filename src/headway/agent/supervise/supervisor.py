@@ -119,17 +119,21 @@ def _supervise(
                 result = _take_over(attempt, agent) if orphaned else None
                 result, choice, orphaned = result or run_attempt(attempt, agent), None, False
                 # 2 decide how to recover
-                if result.outcome.state == "failed" and stop_signals.asked < 2 and attempt.trial is None:
+                left = result.failure is not None and result.failure.cause == "left"
+                if (result.outcome.state == "failed" or left) and stop_signals.asked < 2 and attempt.trial is None:
                     result, choice = _recover(attempt, first, result, agent)
                 result = replace(result, outcome=fail_without_progress(attempt, result.outcome))
                 # 3 record its end
-                fields: dict[str, Any] = {} if result.failure is None else {"failure": asdict(result.failure)}
+                failure = None if left else result.failure
+                fields: dict[str, Any] = {} if failure is None else {"failure": asdict(failure)}
                 fields |= {} if choice is None else {"recovery": choice.recovery.reason}
                 agent.recorder.event("end", outcome=result.outcome.state, reason=result.outcome.reason, **fields)
             if choice is None:
                 workers.finish(result.outcome.exit_status)
                 break
             # 4 try again
+            if left:
+                saves.expect_start()
             attempt = _next_attempt(attempt, choice)
             why = result.outcome.reason if result.failure is None else result.failure.what
             workers.restart(attempt, choice.recovery.avoid, why, result.end.zygote_died)
@@ -170,6 +174,7 @@ def _decide(attempt: Attempt, first: Attempt, failure: Failure, agent: AgentCont
     run, recipe, memory_step = attempt.folder, read_recipe(attempt.folder), agent.saves.memory.step
     before = () if attempt.source is None else failures_before(run, attempt.number)
     options = find_restore_options(run, recipe, first, (*before, failure), None if memory_step < 0 else memory_step)
+    agent.workers.attend()
     capacity = agent.workers.capacity(recipe, attempt, first.workers)
     situation = Situation(failure, before, recovery_rules(recipe), options.states, places=capacity)
     return options.take(recover(situation, time.time()))

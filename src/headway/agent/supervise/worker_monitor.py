@@ -71,7 +71,7 @@ class WorkerMonitor:
 
     def look(self, attempt: Attempt, workers: Workers, recorder: Recorder) -> LostWorker | None:
         """Check all workers once; return the one for which the attempt has to end, if any."""
-        samples = self._detector.sample(self.pulses, list(workers.pids()))
+        samples = self._detector.sample(self.pulses, list(workers.pids()), workers.heard_at())
         if attempt.trial is not None or len(samples) < attempt.workers:
             return None
         self.step = max(sample.heartbeat.step for sample in samples)

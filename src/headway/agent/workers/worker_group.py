@@ -57,7 +57,7 @@ class WorkerGroup(Workers):
         """`new_zygote` replaces a zygote that died."""
         self._zygote, self._fd_store, self._new_zygote = zygote, fd_store, new_zygote
         self.memory = LocalMemory(fd_store)
-        self.lost_nodes, self.preempted, self.takeover, self.store_lease = [], False, "", None
+        self.lost_nodes, self.node_events, self.preempted, self.takeover, self.store_lease = [], [], False, "", None
         self._heartbeats: HeartbeatPages | None = None
         self._processes: dict[int, _Process] = {}
         self._channels_of_dead: list[Channel] = []
@@ -255,6 +255,17 @@ class WorkerGroup(Workers):
     # -- a single machine never changes
 
     minority = False
+
+    def heard_at(self) -> float:
+        """Always: heartbeats are in memory that is shared with the workers."""
+        return float("inf")
+
+    def leaving_with_workers(self) -> tuple[str, ...]:
+        """There are no nodes."""
+        return ()
+
+    def let_leave(self) -> None:
+        """There are no nodes."""
 
     def slots(self, joined_for_s: float) -> int:
         """No node can join."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from headway.agent.attempt import Attempt
 from headway.agent.saving.buffers import BufferHost, StateFiles
@@ -26,6 +26,15 @@ class NodeLost(Exception):
 
 class TooFewNodes(Exception):
     """A run that has already trained lacks nodes: it is worth restarting once there are enough."""
+
+
+@dataclass(frozen=True)
+class NodeEvent:
+    """Something that happened to a node, whether or not it had workers."""
+
+    node: str
+    state: Literal["silent", "heard", "lost", "leaving", "left", "missing"]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,8 @@ class Workers(ABC):
 
     lost_nodes: list[tuple[str, str]]
     """Nodes lost in this attempt, and how."""
+    node_events: list[NodeEvent]
+    """What happened to nodes and is not recorded yet."""
     preempted: bool
     """Whether a batch system has announced that it takes a node away."""
     takeover: str
@@ -142,6 +153,19 @@ class Workers(ABC):
     @abstractmethod
     def minority(self) -> bool:
         """Whether fewer than half of the nodes that could lead are left."""
+
+    @abstractmethod
+    def heard_at(self) -> float:
+        """When heartbeats of all workers were last known (`time.monotonic`): the agent of a node may be silent while
+        its workers train."""
+
+    @abstractmethod
+    def leaving_with_workers(self) -> tuple[str, ...]:
+        """Nodes that were asked to leave and still have workers."""
+
+    @abstractmethod
+    def let_leave(self) -> None:
+        """Let nodes go that were asked to leave and have no workers any more."""
 
     @abstractmethod
     def slots(self, joined_for_s: float) -> int:
