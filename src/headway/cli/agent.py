@@ -152,7 +152,8 @@ def leave(
 ) -> None:
     """Have one node leave a run, which continues without it.
 
-    Workers save and start again on the other nodes; the command returns when the node has left. A spare takes over its workers; without one, the run continues with fewer workers, if its recipe allows that.
+    Workers save and start again on the other nodes; the command returns when the node has left. A spare takes over
+    its workers; without one, the run continues with fewer workers, if its recipe allows that.
     """
     if run is not None and join is not None:
         raise UsageError("--run and --join exclude each other", hint="use --join without the run's folder")
