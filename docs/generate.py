@@ -1,7 +1,8 @@
 """Generate docs/reference/: recipe.md from the recipe's JSON Schema, cli.md from the commands.
 
-python docs/generate.py          write the files
-python docs/generate.py --check  exit with 1 if they are out of date
+python docs/generate.py            write the files
+python docs/generate.py --check    exit with 1 if they are out of date
+python docs/generate.py --outputs  also write anew the command output that pages quote (docs/outputs.py says which)
 """
 
 import inspect
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import outputs
 import typer.main
 
 from headway.cli.main import app
@@ -41,8 +43,25 @@ def main() -> int:
         if "--check" not in sys.argv[1:]:
             FOLDER.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
+    if "--outputs" in sys.argv[1:]:
+        stale += renew_outputs()
     print("\n".join(f"{name}: {'stale' if '--check' in sys.argv[1:] else 'written'}" for name in stale) or "up to date")
     return 1 if stale and "--check" in sys.argv[1:] else 0
+
+
+def renew_outputs() -> list[str]:
+    """Write what quoted commands print today into their pages; return which were different."""
+    renewed = []
+    for page in outputs.pages():
+        for number in range(len(list(outputs.quotations(page)))):
+            quotation = list(outputs.quotations(page))[number]  # read again: those before may have moved it
+            if not quotation.is_exact:
+                continue
+            printed = outputs.run(quotation.command)
+            if outputs.first_difference(quotation.output, printed) is not None:
+                page.write_text(outputs.renewed(quotation, printed), encoding="utf-8")
+                renewed.append(quotation.name)
+    return renewed
 
 
 def pages() -> dict[str, str]:

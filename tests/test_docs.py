@@ -3,6 +3,8 @@
 import importlib.util
 import re
 import shlex
+import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ import typer.main
 from headway.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+import outputs  # noqa: E402
+
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -114,3 +119,55 @@ def test_pages_are_narrow_and_speak_of_no_machine(page: Path) -> None:
     assert not re.search(r"/(?:tmp|work|home|root)/", text)
     if page.is_relative_to(ROOT / "docs") and page.parent.name in ("guides", "concepts", "reference"):
         assert [line for line in text.splitlines() if len(line) > 110] == []
+
+
+QUOTATIONS = [quotation for page in outputs.pages() for quotation in outputs.quotations(page)]
+
+
+@pytest.mark.parametrize(
+    "quotation",
+    [
+        pytest.param(quotation, marks=pytest.mark.slow if quotation.command.startswith(outputs.SLOW) else ())
+        for quotation in QUOTATIONS
+        if quotation.is_exact
+    ],
+    ids=lambda quotation: quotation.name,
+)
+def test_quoted_output_is_what_the_command_prints(quotation: outputs.Quotation) -> None:
+    difference = outputs.first_difference(quotation.output, outputs.run(quotation.command))
+    assert difference is None, f"{quotation.name}: {difference!r} (python docs/generate.py --outputs)"
+
+
+def test_every_other_quoted_phrase_is_in_a_string_of_the_code() -> None:
+    """Output of long runs, engines and GPUs: its numbers are of that run, its words of today's code."""
+    others = [quotation for quotation in QUOTATIONS if not quotation.is_exact]
+    assert len(others) > 100
+    unknown = {quotation.name: phrases for quotation in others if (phrases := outputs.unknown_phrases(quotation))}
+    assert not unknown
+
+
+def test_every_fence_with_a_command_is_read() -> None:
+    """Commands by themselves have no output to compare; all that follow a `$` and print something are found."""
+    for page in outputs.pages():
+        dollars = {
+            line.removeprefix("$ ").removesuffix("\\").split(" #")[0].strip()
+            for _, block in FENCE.findall(page.read_text(encoding="utf-8"))
+            for line, after in zip(block.splitlines(), [*block.splitlines()[1:], ""], strict=True)
+            if line.startswith("$ headway") and after and not after.startswith(("$", "headway "))
+        }
+        read = " ".join(quotation.command for quotation in outputs.quotations(page))
+        assert not {command for command in dollars if command not in read}, page
+
+
+def test_stale_quotations_are_detected() -> None:
+    quotation = next(quotation for quotation in QUOTATIONS if quotation.command.startswith("kill -9"))
+    assert any("resuming from step" in line for line in quotation.output)
+    renamed = tuple(line.replace("resuming from", "it goes on at") for line in quotation.output)
+    assert outputs.unknown_phrases(replace(quotation, output=renamed))
+    printed = ["a 1", "b 2", "c 3"]
+    assert outputs.first_difference(printed, printed) is None
+    assert outputs.first_difference(["a 1", "...", "c 3"], printed) is None
+    assert outputs.first_difference(["...", "b 2", "..."], printed) is None
+    assert outputs.first_difference(["a 1", "c 3"], printed) == "c 3"
+    assert outputs.first_difference(["a 1", "b 2"], printed) == "c 3"
+    assert outputs.first_difference(["...", "b 3", "..."], printed) == "b 3"

@@ -171,3 +171,9 @@ def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read") as caught:
         load_cluster(tmp_path / "none.toml")
     assert "recipe cp clusters/" in (caught.value.hint or "")
+
+
+def test_storage_is_read_from_the_file(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('chip = "h100"\nstorage_gigabytes_s = 20\nstorage_terabytes = 500\n')
+    cluster = load_cluster(tmp_path / "c.toml")
+    assert (cluster.storage_bytes_s, cluster.storage_bytes) == (20e9, 500e12)

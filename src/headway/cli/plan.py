@@ -406,7 +406,8 @@ def _plan_document(candidate: RankedPlan, run: RunForecast) -> dict[str, Any]:
 def _run_document(run: RunForecast) -> dict[str, Any]:
     goodput = {**vars(run.goodput), "accounts": dict(run.goodput.accounts)}
     values = {key: getattr(run, key) for key in ("steps", "tokens", "seconds", "days", "device_hours", "cost")}
-    return {**values, "price_per_device_hour": run.price_per_device_hour, "goodput": goodput}
+    storage = asdict(run.storage) | {"kept": run.storage.kept, "peak_bytes": run.storage.peak_bytes}
+    return {**values, "price_per_device_hour": run.price_per_device_hour, "goodput": goodput, "storage": storage}
 
 
 # -- several clusters

@@ -2,12 +2,13 @@
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from headway.cli.text import count
+from headway.cli.text import byte_size, count
 from headway.plan.explain import Cell, ExplainTable
 from headway.plan.flops import parameters
-from headway.plan.goodput import Goodput, goodput
-from headway.plan.plan import RESTART_S, Plan, RunForecast
+from headway.plan.goodput import WRITE_SHARE, Goodput, daly_interval, goodput
+from headway.plan.plan import RESTART_S, CheckpointStorage, Plan, RunForecast
 from headway.plan.scaling import ScalingPoint, efficiency
 from headway.plan.search import RankedPlan
 from headway.plan.settings import Settings
@@ -154,16 +155,21 @@ def run_of(plan: Plan, other: RankedPlan) -> RunForecast:
         return plan.run
     forecast = _goodput(plan, other.estimate.step.seconds)
     hours = forecast.wall_s / 3600 * plan.cluster.devices
-    return RunForecast(
-        plan.run.steps, plan.run.tokens, forecast.wall_s, hours, plan.run.price_per_device_hour, forecast
-    )
+    return replace(plan.run, seconds=forecast.wall_s, device_hours=hours, goodput=forecast)
 
 
 def _goodput(plan: Plan, step_s: float, interval_s: float | None = None) -> Goodput:
     old, devices = plan.run.goodput, plan.cluster.devices
     rate = None if old.mtbf_s == float("inf") else old.mtbf_s * devices / 3600
     return goodput(
-        plan.run.steps * step_s, devices, rate, old.checkpoint_s, RESTART_S, step_s=step_s, interval_s=interval_s
+        plan.run.steps * step_s,
+        devices,
+        rate,
+        old.checkpoint_s,
+        RESTART_S,
+        step_s=step_s,
+        interval_s=interval_s,
+        write_s=old.write_s,
     )
 
 
@@ -284,12 +290,46 @@ def _goodput_lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
         return
     failures = f"{expected.failures:.1f}" if expected.failures < 10 else f"{expected.failures:,.0f}"
     yield from _label("failures", f"job MTBF {span(expected.mtbf_s)}; {failures} expected in the run")
-    why = f"Daly's optimum for saves that stall {span(expected.checkpoint_s)}"
-    every = f"every {expected.interval_steps:,} steps, {span(expected.interval_s)}: {why}"
+    every = f"every {_steps(expected.interval_steps)}, {span(expected.interval_s)}: {_why(expected)}"
     if own in (expected.interval_steps, "auto"):
         yield from _label("checkpoint", f"{every}, as in the recipe")
-        return
-    yield from _label("checkpoint", f"{every}; the recipe's {stated} {_extra_cost(plan, int(own))}")
+    else:
+        yield from _label("checkpoint", f"{every}; the recipe's {stated} {_extra_cost(plan, int(own))}")
+    yield from _label("storage", _storage(plan.run.storage))
+
+
+def _steps(number: int) -> str:
+    return f"{number:,} {'step' if number == 1 else 'steps'}"
+
+
+def _why(expected: Goodput) -> str:
+    """Return what decides how often to save."""
+    stall = f"saves that stall {span(expected.checkpoint_s)}"
+    daly = span(daly_interval(expected.checkpoint_s, expected.mtbf_s))
+    match expected.bound:
+        case "write bandwidth":
+            share = _percent(WRITE_SHARE).replace(" ", "~")
+            writes = f"storage writes a save in {span(expected.write_s)}, for at most {share} of the time"
+            return f"bound by write bandwidth: {writes}; by stalls of {span(expected.checkpoint_s)} alone, {daly}"
+        case "step":
+            return f"bound by the step: Daly's optimum for {stall} is {daly}"
+        case "run":
+            return f"bound by the run: it ends before the {daly} of Daly's optimum for {stall}"
+        case _:
+            return f"bound by stalls: Daly's optimum for {stall}"
+
+
+def _storage(storage: CheckpointStorage) -> str:
+    """Return what the checkpoints take, and what to keep if that is too much."""
+    multiples = f" and every {_steps(storage.keep_every_steps)}" if storage.keep_every_steps else ""
+    kept = f"the last {storage.keep_last}{multiples}, and one being written"
+    line = f"{byte_size(storage.peak_bytes)}: {byte_size(storage.save_bytes)} per save; {kept}"
+    if storage.capacity_bytes is None:
+        return line
+    total = byte_size(storage.capacity_bytes)
+    return (
+        f"{line}; of {total}" if storage.advice is None else f"{line}; bound by storage: of {total}, {storage.advice}"
+    )
 
 
 def _extra_cost(plan: Plan, own: int) -> str:

@@ -74,6 +74,10 @@ class Cluster:
     """Mean per device; None if unknown."""
     power_limit_w: float | None = None
     """Power cap per device; None for the chip's own limit."""
+    storage_bytes_s: float | None = None
+    """Write rate of the storage of runs, all nodes together; None if unknown."""
+    storage_bytes: float | None = None
+    """Room for checkpoints there; None if unknown."""
 
     @property
     def devices(self) -> int:
@@ -257,6 +261,10 @@ class _ClusterFile(_Section):
     power_limit_w: Positive | None = None
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
     gpu_hours_between_failures: Positive | None = None
+    storage_gigabytes_s: Positive | None = None
+    """Write rate of the storage of runs, all nodes together."""
+    storage_terabytes: Positive | None = None
+    """Room for checkpoints there."""
     topology: str | None = None
     """A file with the hosts and their network, next to this one; for schedulers."""
     away: str | None = None
@@ -301,6 +309,8 @@ def _build(parsed: _ClusterFile, file: Path) -> Cluster:
         price_per_gpu_hour=parsed.price_per_gpu_hour,
         gpu_hours_between_failures=parsed.gpu_hours_between_failures,
         power_limit_w=parsed.power_limit_w,
+        storage_bytes_s=None if parsed.storage_gigabytes_s is None else parsed.storage_gigabytes_s * G,
+        storage_bytes=None if parsed.storage_terabytes is None else parsed.storage_terabytes * 1000 * G,
     )
 
 

@@ -29,6 +29,44 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
+class CheckpointStorage:
+    """What the checkpoints of a run take on disk, and what there is."""
+
+    save_bytes: float
+    """Size of one checkpoint."""
+    steps: int
+    keep_last: int
+    keep_every_steps: int
+    capacity_bytes: float | None = None
+    """What the cluster has; None if unknown."""
+
+    @property
+    def kept(self) -> int:
+        """Checkpoints kept at the end of the run, at most; one more is there while it is written."""
+        multiples = self.steps // self.keep_every_steps if self.keep_every_steps else 0
+        return self.keep_last + multiples
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that is there at once."""
+        return self.save_bytes * (self.kept + 1)
+
+    @property
+    def advice(self) -> str | None:
+        """The keys that make the checkpoints fit; None if they do, or if the capacity is unknown."""
+        if self.capacity_bytes is None or self.peak_bytes <= self.capacity_bytes:
+            return None
+        room = int(self.capacity_bytes // self.save_bytes) - 1
+        if room < 1:
+            return "it does not hold two, and the old one is removed after the new one is durable"
+        keep_last = min(self.keep_last, room)
+        if room > keep_last and self.keep_every_steps:
+            return f"checkpoint.keep_every_steps={-(-self.steps // (room - keep_last))} fits"
+        every = ", keep_every_steps=0" if self.keep_every_steps else ""
+        return f"checkpoint.keep_last={keep_last}{every} fits"
+
+
+@dataclass(frozen=True)
 class RunForecast:
     """The full run at a plan's speed, with failures and checkpoints."""
 
@@ -39,6 +77,7 @@ class RunForecast:
     device_hours: float
     price_per_device_hour: float | None
     goodput: Goodput
+    storage: CheckpointStorage
 
     @property
     def days(self) -> float:
@@ -175,8 +214,8 @@ def _run(recipe: Recipe, cluster: Cluster, best: Estimate, price: float | None) 
     bytes_each = 2 * software.moment_bytes + (software.master_bytes or software.weight_bytes)
     if software.states is not None:
         bytes_each = software.states.block_bytes + software.weight_bytes
-    state_bytes = parameters(best.architecture) * bytes_each / cluster.devices
-    stall_s = stall_seconds(state_bytes, best.step.seconds, gpu=cluster.chip.name != "cpu")
+    state_bytes = parameters(best.architecture) * bytes_each
+    stall_s = stall_seconds(state_bytes / cluster.devices, best.step.seconds, gpu=cluster.chip.name != "cpu")
     forecast = goodput(
         run_s=sequences / best.settings.batch * best.step.seconds,
         devices=cluster.devices,
@@ -184,8 +223,12 @@ def _run(recipe: Recipe, cluster: Cluster, best: Estimate, price: float | None) 
         save_s=stall_s,
         restart_s=RESTART_S,
         step_s=best.step.seconds,
-        write_s=save_seconds(state_bytes, cluster.per_node, cluster.nodes),
+        write_s=save_seconds(state_bytes, cluster.nodes, cluster.storage_bytes_s),
     )
     hours = forecast.wall_s / 3600 * cluster.devices
     per_hour = price if price is not None else cluster.price_per_gpu_hour
-    return RunForecast(steps, sequences * recipe.data.seq, forecast.wall_s, hours, per_hour, forecast)
+    checkpoint = recipe.checkpoint
+    storage = CheckpointStorage(
+        state_bytes, steps, checkpoint.keep_last, checkpoint.keep_every_steps, cluster.storage_bytes
+    )
+    return RunForecast(steps, sequences * recipe.data.seq, forecast.wall_s, hours, per_hour, forecast, storage)
