@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.recipe import Data, Recipe, with_settings
 from headway.track import START, Recorder, RunFolder, chain, compare_runs, create_run, extend_chain, record_path
+from headway.track.differences import RunConditions, find_causes, first_difference
 
 u64 = st.integers(0, 2**64 - 1)
 links = st.tuples(u64, u64, st.floats(), st.floats())
@@ -159,3 +161,74 @@ def test_damaged_manifest_does_not_stop_comparison(pair, text):
     (pair[0].checkpoints / "step-00000004" / "manifest.json").write_text(text)
     assert compare_runs(*pair).differs == ("digest",)
     assert compare_runs(*pair).tensors == ()
+
+
+# -- why
+
+
+def conditions(*settings: str, workers: tuple[int, ...] = (2,), **environment: object) -> RunConditions:
+    recipe = with_settings(Recipe(data=Data(path="d")), settings)
+    packages = {"torch": environment.pop("torch", "2.13.0"), "numpy": "2.4.6"}
+    base = {"workers": workers[0], "mesh": {"shard": workers[0]}, "threads": 1, "packages": packages}
+    return RunConditions(recipe, base | {"data_version": "aaaa"} | environment, workers)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (conditions(), []),
+        (conditions("train.lr=0.001"), [("recipe", "train.lr", (0.0003, 0.001))]),
+        (
+            conditions("train.steps=500", "model.layers=9", "seed=4"),
+            [("recipe", "seed", (0, 4)), ("recipe", "model.layers", (4, 9)), ("recipe", "train.steps", (1000, 500))],
+        ),
+        # How a run is called, saved and measured does not change its numbers.
+        (conditions("name=x", "checkpoint.every_steps=7", "eval.windows=3", "data.path=e", "train.restarts=9"), []),
+        (conditions(data_version="bbbb"), [("data", "version", ("aaaa", "bbbb"))]),
+        (
+            conditions(workers=(4,)),
+            [("workers", "workers", (2, 4)), ("workers", "mesh", ({"shard": 2}, {"shard": 4}))],
+        ),
+        (conditions(workers=(2, 1)), [("workers", "workers", (2, [2, 1]))]),
+        (
+            conditions("train.clip=2.0", torch="2.11.0", threads=4),
+            [
+                ("recipe", "train.clip", (1.0, 2.0)),
+                ("environment", "threads", (1, 4)),
+                ("environment", "torch", ("2.13.0", "2.11.0")),
+            ],
+        ),
+    ],
+)
+def test_causes_are_what_differs_and_matters(other: RunConditions, expected: list) -> None:
+    causes = find_causes(conditions(), other)
+    assert sorted((cause.kind, cause.key, cause.values) for cause in causes) == sorted(expected)
+    order = ["recipe", "data", "workers", "environment"]
+    assert [cause.kind for cause in causes] == sorted((cause.kind for cause in causes), key=order.index)
+
+
+def test_first_difference_is_the_learning_rate_before_the_loss_that_follows() -> None:
+    a = {step: {"cursor": 8 * step, "lr": 0.1, "loss": 5.0 / step, "grad_norm": 1.0} for step in (1, 2, 3)}
+    b = {step: dict(event) for step, event in a.items()}
+    assert first_difference(a, b) is None
+    b[3] |= {"loss": 4.0}
+    b[2] |= {"lr": 0.05}
+    first = first_difference(a, b)
+    assert first is not None
+    assert (first.step, first.metric, first.values) == (2, "lr", (0.1, 0.05))
+    b[1] |= {"grad_norm": None}  # not finite
+    b[1].pop("lr")
+    first = first_difference(a, b)
+    assert first is not None
+    assert (first.step, first.metric) == (1, "grad_norm")
+
+
+def test_unreadable_conditions_do_not_stop_comparison(pair):
+    for run, last in zip(pair, (10, 11), strict=True):
+        write(run, [*rows(3), (4, 32, last, 1.0)], {})
+    pair[0].recipe_file.write_text("{")
+    pair[1].environment_file.write_text("[]")
+    comparison = compare_runs(*pair)
+    assert (comparison.step, comparison.causes) == (4, ())
+    assert comparison.first is not None
+    assert comparison.first.values == (10, 11)

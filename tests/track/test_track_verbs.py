@@ -19,6 +19,7 @@ from headway.cli.metrics import metrics
 from headway.cli.report import report
 from headway.cli.runs import runs
 from headway.errors import RunError, UsageError
+from headway.recipe import Data, Recipe, Train
 from headway.track import (
     START,
     Recorder,
@@ -366,4 +367,23 @@ def test_diff_exits_0_when_equal_else_1(tmp_path):
         1,
         ["loss"],
     )
-    assert "diverge at step 1" in call(tmp_path, "diff", "a", "c").output
+    assert document["first"] == {"step": 1, "metric": "loss", "values": [4.0, 4.5]}
+    lines = call(tmp_path, "diff", "a", "c").output.splitlines()
+    assert lines[0].startswith("cause: none in recipe, data, workers or environment")
+    assert lines[1] == "first: loss of step 1: 4.0 in a, 4.5 in c"
+    assert "diverge at step 1" in lines[2]
+
+
+def test_diff_names_the_cause_first(tmp_path):
+    for name, lr, loss in (("a", 0.1, 4.0), ("c", 0.2, 4.5)):
+        run = make_run(tmp_path, name, loss=loss)
+        recipe = Recipe(data=Data(path="d"), train=Train(lr=lr))
+        run.recipe_file.write_text(recipe.model_dump_json())
+        run.environment_file.write_text(json.dumps({"packages": {"torch": f"2.{lr}"}, "data_version": name * 8}))
+    assert call(tmp_path, "diff", "a", "c").output.splitlines()[:3] == [
+        "cause: train.lr: 0.1 in a, 0.2 in c",
+        "       data version: aaaaaaaa in a, cccccccc in c",
+        "       environment torch: 2.0.1 in a, 2.0.2 in c",
+    ]
+    document = json.loads(call(tmp_path, "diff", "a", "c", "--json").output)
+    assert document["causes"][0] == {"kind": "recipe", "key": "train.lr", "values": [0.1, 0.2]}

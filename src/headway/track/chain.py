@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from headway.track.differences import Cause, MetricDifference, find_causes, first_difference, read_conditions
 from headway.track.events import Event, Record, read_run
 from headway.track.metrics import history
 from headway.track.runs import RunFolder
@@ -42,6 +43,10 @@ class RunComparison:
     """The first step whose checkpoints both exist and differ."""
     tensors: tuple[str, ...] = ()
     """Names of the first tensors that differ in them."""
+    causes: tuple[Cause, ...] = ()
+    """What differs between the runs' recipes, data, workers and environments, if they are not equal."""
+    first: MetricDifference | None = None
+    """The first number that differs, the learning rate included, which is no part of the chain."""
 
     @property
     def sentence(self) -> str:
@@ -68,15 +73,18 @@ def compare_runs(run_a: RunFolder, run_b: RunFolder) -> RunComparison:
     saved = sorted(digests_a.keys() & digests_b.keys())
     step = next((s for s in common if steps_a[s].get("chain") != steps_b[s].get("chain")), None)
     save = next((s for s in saved if digests_a[s] != digests_b[s]), None)
-    comparison = RunComparison(step is None and save is None and bool(common or saved), len(common), len(saved))
+    if step is None and save is None and (common or saved):
+        return RunComparison(True, len(common), len(saved))
+    conditions = [read_conditions(run, r) for run, r in zip((run_a, run_b), records, strict=True)]
+    causes, first = tuple(find_causes(*conditions)), first_difference(steps_a, steps_b)
     if step is None and save is None:
-        return comparison
-    first_difference = min(s for s in (step, save) if s is not None)
-    differs = _differences(steps_a[first_difference], steps_b[first_difference]) if first_difference == step else ()
-    if first_difference == save:
+        return RunComparison(False, len(common), len(saved), causes=causes, first=first)
+    earliest = min(s for s in (step, save) if s is not None)
+    differs = _differences(steps_a[earliest], steps_b[earliest]) if earliest == step else ()
+    if earliest == save:
         differs = (*differs, "digest")
     tensors_step, tensors = _first_tensors(run_a, run_b, [s for s in saved if digests_a[s] != digests_b[s]])
-    return RunComparison(False, len(common), len(saved), first_difference, differs, tensors_step, tensors)
+    return RunComparison(False, len(common), len(saved), earliest, differs, tensors_step, tensors, causes, first)
 
 
 def checkpoint_digests(records: Sequence[Record]) -> dict[int, str]:
