@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,30 @@ def test_job_that_its_engine_does_not_know_is_requeued(desk, slurm, tmp_path: Pa
     assert "Socket timed out" in desk("requeue", "s").err  # it may well run
     slurm(squeue="echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
     assert desk("requeue", "s", "--json").json["job"] != first
+
+
+@pytest.mark.parametrize("name", ["s", "a-run-with-a-long-name-" + "x" * 40])
+def test_held_job_is_shown_with_the_command_that_releases_it(desk, slurm, tmp_path: Path, name: str) -> None:
+    job = desk("submit", "r.toml", "--engine", "slurm", "--on", "cpux1", "--name", name, "--json").json["job"]
+    (folder,) = (tmp_path / "runs" / name / "jobs").iterdir()
+    (folder / "starts").write_text("1 n0,n1,n2,n3,n4,n5\n")
+    (folder / "ended").write_text("1 75\n")
+    begin = time.time() + 100
+    slurm(
+        squeue=f"echo '{job}|PENDING|BeginTime|{time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(begin))}'",
+        scontrol=f'echo "$@" >>{tmp_path}/acts; echo Slurmctld at here is UP',
+    )
+    held = f"held by Slurm until {time.strftime('%H:%M', time.localtime(begin))}"
+    table = desk("jobs").out
+    assert f"{held}; headway requeue {name}" in " ".join(table.split())
+    assert max(map(len, table.splitlines())) <= 80
+    (shown,) = desk("jobs", "--json").json
+    assert (shown["reason"], shown["remedy"]) == (held, "requeue")
+    assert set((tmp_path / "acts").read_text().splitlines()) == {"ping"}, "queries change nothing"
+    assert desk("requeue", name).status == 0
+    assert f"update JobId={job} StartTime=now+" in (tmp_path / "acts").read_text()
+    refused = desk("requeue", name, "--avoid", "n0")
+    assert (refused.status, "already waiting" in refused.err) == (1, True)
 
 
 def test_machines_are_listed(desk) -> None:

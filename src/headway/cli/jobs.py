@@ -57,11 +57,13 @@ def _words(job: SubmittedRun) -> tuple[str, ...]:
 
 
 def _under(job: SubmittedRun) -> list[str]:
-    """Return the machines and reason of a job: cut at the width unless something is wrong."""
+    """Return the machines and reason of a job, and the command that helps: cut at the width unless a user should
+    act."""
     machines = f"on {', '.join(job.status.machines)}" if job.status.machines else ""
-    text = "; ".join(filter(None, (machines, job.status.reason)))
-    if job.status.state in ("failed", "impossible", "unknown"):
-        return wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    command = f"headway {job.status.remedy} {job.run.name}" if job.status.remedy else ""
+    text = "; ".join(filter(None, (machines, job.status.reason, command)))
+    if command or job.status.state in ("failed", "impossible", "unknown"):
+        return wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return [shortened(f"  {text}", WIDTH)] if text else []
 
 

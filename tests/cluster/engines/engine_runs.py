@@ -12,6 +12,7 @@ from conftest import Lived
 from eventually import eventually
 from headway.agent import new_run, supervise_run
 from headway.cluster.engines.engine import OVER, JobStatus
+from headway.cluster.engines.settings import open_engine
 from headway.cluster.submit import runs as submitting
 from headway.hardware import parse_on
 from headway.recipe import Recipe, load_recipe
@@ -82,9 +83,19 @@ class EngineRun:
     def status(self) -> JobStatus:
         return submitting.submitted_runs(self.root, [self.folder])[0].status
 
+    def advised_status(self) -> JobStatus:
+        """Its status; what `headway jobs` suggests is done."""
+        submitted = submitting.submitted_runs(self.root, [self.folder])[0]
+        engine, job = open_engine(submitted.submission.engine, self.root), submitted.submission.job
+        if submitted.status.remedy == "requeue":
+            engine.release(job)
+        elif submitted.status.remedy == "cancel":
+            engine.cancel(job)
+        return submitted.status
+
     def reaches(self, step: int, starts: int) -> None:
         """Wait until a start has taken a step."""
-        wait_for(lambda: self.status.starts == starts, f"start {starts}", self.diagnosis)
+        wait_for(lambda: self.advised_status().starts == starts, f"start {starts}", self.diagnosis)
         wait_for(lambda: self._newest() >= step, f"step {step}", self.diagnosis)
 
     def _newest(self) -> int:
@@ -96,7 +107,7 @@ class EngineRun:
 
     def ended(self) -> JobStatus:
         """Wait for the end of its job, and return its status."""
-        wait_for(lambda: self.status.state in OVER, "its end", self.diagnosis)
+        wait_for(lambda: self.advised_status().state in OVER, "its end", self.diagnosis)
         return self.status
 
     def diagnosis(self) -> str:

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from engine_suite import *  # noqa: F403
 from engine_suite import EngineHarness, appears
 from slurm_cluster import CPUS, GPUS, NODES, SlurmCluster, slurm_cluster
 
+from eventually import eventually
+from headway.cluster.engines import JobStatus
 from headway.cluster.engines.slurm.engine import SlurmEngine
 from headway.errors import EngineError, EngineUnreachable
 
@@ -48,6 +51,31 @@ def test_preempted_job_saves_and_is_restarted(harness: EngineHarness) -> None:
     appears(request.folder / "saved")
     status = harness.over(victim)
     assert (status.state, status.starts) == ("finished", 2)
+
+
+def test_held_job_starts_only_when_it_is_released(harness: EngineHarness) -> None:
+    request = harness.request('echo >>attempts; [ "$(wc -l <attempts)" = 2 ] || exit 75')
+    job = harness.engine.launch(request)
+
+    def held() -> JobStatus | None:
+        status = harness.engine.status([job])[job]
+        return status if status.native == "PENDING" and status.remedy else None
+
+    first = eventually(held, poll_s=0.05)
+    until = squeue_start(job)
+    assert first.reason == f"held by Slurm until {until[11:16]}"
+    eventually(lambda: len([harness.make().status([job]) for _ in range(3)]) == 3)
+    assert squeue_start(job) == until, "queries change nothing"
+    assert harness.engine.release(job)
+    status = harness.over(job)
+    assert (status.state, status.starts) == ("finished", 2)
+    assert not harness.engine.release(job)
+
+
+def squeue_start(job: str) -> str:
+    """When Slurm itself means to start a job."""
+    command = ["squeue", "--noheader", "--states=all", "--format=%S", f"--jobs={job}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_job_resubmits_itself_without_requeue(harness: EngineHarness) -> None:

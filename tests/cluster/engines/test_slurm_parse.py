@@ -3,6 +3,7 @@
 import os
 import stat
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -318,6 +319,81 @@ def test_job_that_slurm_has_forgotten_is_known_by_its_files(tmp_path: Path, path
     command(path, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(EngineError, match="Unable to contact slurm controller"):
         engine.status([job])
+
+
+NOON = 1_800_000_000.0
+HELD = SlurmJobRow("PENDING", "BeginTime", begin=NOON)
+ORPHAN, ORPHAN_DONE = ScriptState(1, ("n0",), 75, orphaned=True), ScriptState(1, ("n0",), 0, orphaned=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "script", "state", "remedy"),
+    [
+        (HELD, SAVED, "waiting", "requeue"),
+        (HELD, ScriptState(), "waiting", "requeue"),
+        (SlurmJobRow("PENDING", "Resources"), SAVED, "waiting", ""),
+        (SlurmJobRow("PENDING", "BeginTime"), SAVED, "waiting", ""),  # until nobody knows when
+        (HELD, CANCELLED, "ending", ""),  # its script ends when it is started
+        (SlurmJobRow("RUNNING"), RAN, "running", ""),
+        (SlurmJobRow("RUNNING"), ORPHAN, "waiting", "requeue"),
+        (SlurmJobRow("RUNNING"), ORPHAN_DONE, "running", "cancel"),
+        (SlurmJobRow("RUNNING"), replace(ORPHAN, cancelled=True), "ending", "cancel"),
+        (SlurmJobRow("RUNNING"), ScriptState(1, ("n0",), cancelled=True), "ending", ""),
+        (SlurmJobRow("RUNNING"), ScriptState(1, ("n0",), cancelled=True, overdue=True), "ending", "cancel"),
+        (SlurmJobRow("CANCELLED"), ORPHAN_DONE, "finished", ""),
+        (None, ORPHAN_DONE, "finished", ""),
+    ],
+)
+def test_stuck_jobs_name_the_command_that_helps(
+    row: SlurmJobRow | None, script: ScriptState, state: str, remedy: str
+) -> None:
+    status = job_status(row, script)
+    assert (status.state, status.remedy) == (state, remedy)
+
+
+def test_only_release_and_cancel_act_on_stuck_jobs(tmp_path: Path, path: Path) -> None:
+    acts = tmp_path / "acts"
+    command(path, "sbatch", "echo 12")
+    for name in ("scontrol", "scancel"):
+        command(path, name, f'echo "{name} $*" >>{acts}')
+    engine = SlurmEngine(tmp_path / "records", cleared_s=10)
+    job = engine.launch(LaunchRequest("x", ("true",), tmp_path))
+    folder = next((tmp_path / "jobs").iterdir())
+    (folder / "starts").write_text("1 n0\n")
+    (folder / "ended").write_text("1 75\n")
+
+    def held(seconds: float) -> None:
+        begin = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
+        command(path, "squeue", f"echo '12|PENDING|BeginTime|{begin}'")
+
+    held(60)  # requeued a minute ago
+    begin = time.time() + 60
+    minutes = {time.strftime("%H:%M", time.localtime(begin + late)) for late in (-60, 0, 60)}
+    status = engine.status([job])[job]
+    assert (status.state, status.remedy) == ("waiting", "requeue")
+    assert status.reason.removeprefix("held by Slurm until ") in minutes
+    assert not acts.exists()
+    assert engine.release(job)
+    assert acts.read_text() == "scontrol update JobId=12 StartTime=now+0seconds\n"
+    held(119)  # requeued just now: Slurm mixes up starts that follow each other at once
+    assert SlurmEngine(tmp_path / "records", cleared_s=60).release(job)
+    wait_s = int(acts.read_text().splitlines()[1].rpartition("now+")[2].removesuffix("seconds"))
+    assert 0 < wait_s <= 60
+    held(9)  # released before
+    assert engine.release(job)
+    assert len(acts.read_text().splitlines()) == 2
+
+    (folder / "ended").unlink()
+    for ended, remedy, act in (("75", "requeue", "scontrol requeue 12"), ("0", "cancel", "scancel --quiet 12")):
+        acts.write_text("")
+        command(path, "squeue", "echo '12|RUNNING|None|N/A'")
+        (folder / "0001-1.end").write_text(f"{ended}\n")
+        os.utime(folder / "0001-1.end", (NOON - 1e9, NOON - 1e9))  # long ago: its script must be dead
+        assert engine.status([job])[job].remedy == remedy
+        assert acts.read_text() == ""
+        assert engine.release(job) == (remedy == "requeue")
+        engine.cancel(job) if remedy == "cancel" else None
+        assert act in acts.read_text().splitlines()
 
 
 # -- the batch script, with fake Slurm commands

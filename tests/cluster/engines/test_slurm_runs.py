@@ -39,6 +39,8 @@ def test_restarted_run_on_slurm_matches_an_uninterrupted_run(
         eventually(lambda: len(events(run, "step")) > 20, poll_s=0.1)
         SlurmEngine(root / ".slurm").signal(job, signal.SIGUSR1)
         uninterrupted = lab.train(small)
+        eventually(lambda: submitted_runs(root)[0].status.remedy == "requeue", poll_s=0.1)
+        assert SlurmEngine(root / ".slurm").release(job)
         eventually(lambda: submitted_runs(root)[0].status.state in OVER, poll_s=0.1)
         status = submitted_runs(root)[0].status
     assert (status.state, status.starts) == ("finished", 2)

@@ -80,6 +80,9 @@ class RecordingEngine(Engine):
     def logs(self, job: str) -> list[Path]:
         return []
 
+    def release(self, job: str) -> bool:
+        return False
+
     def cancel(self, job: str) -> None:
         self.cancelled.append(job)
 

@@ -6,7 +6,10 @@
     status         report job states, both in Headway's terms and in the engine's own
     signal         send a signal to the processes of a job
     logs           list the log files of a job
+    release        let a job start that the engine holds back
     cancel         end a job, waiting or running
+
+Only launch, signal, release and cancel change anything; status and the other queries never do.
 
 An engine knows machines and processes, not training. Calls are atomic: a launch that fails leaves nothing behind, and a
 cancel may be repeated. A LaunchRequest uses terms that all engines share; settings of a single engine go into `site`.
@@ -157,6 +160,8 @@ class JobStatus:
     """How many times it was started."""
     native: str = ""
     """The engine's own name for the state."""
+    remedy: Literal["", "requeue", "cancel"] = ""
+    """The command that a user may give to help a job along that is stuck, or held back by its engine."""
 
 
 def status_from_json(fields: Mapping[str, Any]) -> JobStatus:
@@ -213,6 +218,7 @@ def array_status(tasks: Sequence[JobStatus]) -> JobStatus:
         exit_status=max(statuses) if len(statuses) == len(tasks) else None,
         starts=sum(task.starts for task in tasks),
         native=first.native,
+        remedy=next((task.remedy for task in tasks if task.remedy), ""),
     )
 
 
@@ -289,6 +295,11 @@ class Engine(ABC):
     @abstractmethod
     def logs(self, job: str) -> list[Path]:
         """The log files of a job, one per machine and start, oldest first; they may not exist yet."""
+
+    @abstractmethod
+    def release(self, job: str) -> bool:
+        """Let a waiting job start as soon as there is room if the engine holds it back, and restart one that its engine
+        has lost track of. False if there is nothing to release."""
 
     @abstractmethod
     def cancel(self, job: str) -> None:

@@ -274,8 +274,8 @@ def cancel(root: Path, run: RunFolder) -> SubmittedRun:
 
 
 def requeue(root: Path, run: RunFolder, avoid: tuple[str, ...] = ()) -> SubmittedRun:
-    """Restart a run: a running one saves first; one that is over, or that its engine does not know any more, gets a new
-    job."""
+    """Restart a run: a running one saves first; one that its engine holds back is released; one that is over, or that
+    its engine does not know any more, gets a new job."""
     before = _submitted(root, run)
     state, submission = before.status.state, before.submission
     engine = open_engine(submission.engine, root)
@@ -291,7 +291,7 @@ def requeue(root: Path, run: RunFolder, avoid: tuple[str, ...] = ()) -> Submitte
         suspects = read_suspects(run.path, time.time())
         request = replace(request, avoid=tuple(dict.fromkeys((*request.avoid, *suspects, *avoid))))
         note_submission(run.path, replace(submission, job=engine.launch(request), request=request))
-    else:
+    elif avoid or not engine.release(submission.job):
         hint = f"headway cancel {run.name}, then requeue" if avoid else "headway jobs shows what it waits for"
         reason = before.status.reason or submission.job
         raise RunError(f"the job of run {run.name} is already {state}: {reason}", hint=hint)

@@ -485,9 +485,10 @@ def cancel_sweep(root: Path, sweep: Sweep) -> dict[str, SubmittedRun | None]:
 
 def requeue_sweep(root: Path, sweep: Sweep, avoid: tuple[str, ...] = ()) -> dict[str, SubmittedRun | None]:
     """Restart all runs of a sweep that have ended without finishing, or that its engine does not know any more, each as
-    its own job."""
+    its own job; release those that its engine holds back."""
     runs = submitted_sweep_runs(root, sweep).values()
-    unfinished = [run for run in runs if run and run.status.state in {*OVER, "unknown"} - {"finished"}]
+    restartable = {*OVER, "unknown"} - {"finished"}
+    unfinished = [run for run in runs if run and (run.status.state in restartable or run.status.remedy == "requeue")]
     if not unfinished:
         raise RunError(f"no run of sweep {sweep.name} failed or was cancelled", hint=f"headway sweep {sweep.name}")
     for run in unfinished:

@@ -99,6 +99,10 @@ class KubernetesEngine(Engine):
         """Not supported yet."""
         raise _unsupported("cannot find logs")
 
+    def release(self, job: str) -> bool:  # noqa: ARG002
+        """Not supported yet."""
+        raise _unsupported("nothing was released")
+
     def cancel(self, job: str) -> None:  # noqa: ARG002
         """Not supported yet."""
         raise _unsupported("nothing was cancelled")

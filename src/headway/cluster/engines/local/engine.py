@@ -121,6 +121,10 @@ class LocalEngine(Engine):
         records = [read_job(self.folder, name) for name in self._tasks(job)]
         return [path for record in records if record is not None for path in list_logs(record.logs)]
 
+    def release(self, job: str) -> bool:  # noqa: ARG002
+        """See Engine: this queue holds nothing back."""
+        return False
+
     def cancel(self, job: str) -> None:
         """See Engine."""
         live = [name for name, status in self._statuses(self._tasks(job)).items() if status.state not in OVER]

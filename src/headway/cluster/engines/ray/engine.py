@@ -107,6 +107,10 @@ class RayEngine(Engine):
         """See Engine."""
         return [path for folder in self._call("logs", job) for path in list_logs(Path(folder))]
 
+    def release(self, job: str) -> bool:  # noqa: ARG002
+        """See Engine: Ray holds nothing back."""
+        return False
+
     def cancel(self, job: str) -> None:
         """See Engine."""
         self._call("cancel", job)

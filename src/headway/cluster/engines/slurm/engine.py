@@ -23,7 +23,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -31,7 +31,6 @@ from typing import ClassVar
 from headway.cluster.engines.engine import (
     OVER,
     PROBE_S,
-    REQUEUE,
     Engine,
     JobStatus,
     LaunchRequest,
@@ -49,6 +48,7 @@ from headway.cluster.engines.slurm.commands import PATIENCE_S, SlurmRefused, run
 from headway.cluster.engines.slurm.parse import (
     ACCOUNTS,
     COMMENTS,
+    HOLD_S,
     NODES,
     PARTITIONS,
     QUEUE,
@@ -77,7 +77,7 @@ LATE_S = 20.0
 SIGNAL_EARLY_S = 60.0
 """How much sooner than asked for Slurm may signal a job before its time limit, by its manual."""
 OVERDUE_S = 60.0
-"""How long after its grace period a cancelled job may live before it is killed."""
+"""How long after its grace period a cancelled job may live until its script must be lost."""
 _ID = re.compile(r"[0-9]+(_[0-9]+)?")
 _PING_HINT = "try again when scontrol ping shows a controller that is UP"
 
@@ -137,6 +137,7 @@ class _Task:
         return ScriptState(
             len(starts), tuple(filter(None, machines)), orphan_status if orphaned else last,
             self.cancelled is not None, lost, orphaned,
+            self.cancelled is not None and time.time() > self.cancelled + self.grace_s + OVERDUE_S,
         )  # fmt: skip
 
     def _orphan_status(self, start: int) -> int | None:
@@ -215,12 +216,18 @@ class SlurmEngine(Engine):
         return number
 
     def status(self, jobs: Sequence[str]) -> dict[str, JobStatus]:
-        """The states of jobs, from one squeue and, for those it has forgotten, one sacct.
-
-        A query also helps jobs along: one that Slurm holds after a start is released, and a cancelled one that does not
-        end is killed.
-        """
+        """The states of jobs, from one squeue and, for those it has forgotten, one sacct."""
         tasks_of = {job: self._tasks(job) for job in jobs}
+        statuses = {name: status for name, (_, status) in self._views(tasks_of).items()}
+        return {
+            job: JobStatus("unknown", "unknown job") if not job_tasks
+            else statuses[job] if len(job_tasks) == 1 and job_tasks[0].id == job
+            else array_status([statuses[task.id] for task in job_tasks])
+            for job, job_tasks in tasks_of.items()
+        }  # fmt: skip
+
+    def _views(self, tasks_of: Mapping[str, list[_Task]]) -> "dict[str, tuple[SlurmJobRow | None, JobStatus]]":
+        """What Slurm reports of each task, and the state that follows."""
         tasks = {task.id: task for job_tasks in tasks_of.values() for task in job_tasks}
         numbers = {name: task.number for name, task in tasks.items()}
         rows = self._rows(set(numbers.values()))
@@ -229,24 +236,18 @@ class SlurmEngine(Engine):
             for task in tasks.values():
                 if (task.key, task.index) in comments:
                     task.record(comments[task.key, task.index])
-        statuses = {}
+        views = dict[str, tuple[SlurmJobRow | None, JobStatus]]()
         for name, task in tasks.items():
             row, script = rows.get(numbers[name]), task.script_state()
             if task.key and script.ended is None and row is not None and row.state == "COMPLETED":
                 script = replace(script, ended=0)  # not every user may write the last comment
             if task.number != numbers[name]:  # submitted again meanwhile
                 row = SlurmJobRow("PENDING", "Dependency")
-            statuses[name] = task.with_log_location(job_status(row, script))
+            status = task.with_log_location(job_status(row, script))
             if task.key and row is None and script.ended is None and not script.cancelled:
-                statuses[name] = replace(statuses[name], state="unknown", reason="Slurm has forgotten it")
-            if row is not None:
-                self._help_along(task, row, script)
-        return {
-            job: JobStatus("unknown", "unknown job") if not job_tasks
-            else statuses[job] if len(job_tasks) == 1 and job_tasks[0].id == job
-            else array_status([statuses[task.id] for task in job_tasks])
-            for job, job_tasks in tasks_of.items()
-        }  # fmt: skip
+                status = replace(status, state="unknown", reason="Slurm has forgotten it")
+            views[name] = row, status
+        return views
 
     def signal(self, job: str, number: signal.Signals) -> None:
         """See Engine."""
@@ -262,6 +263,25 @@ class SlurmEngine(Engine):
         """See Engine."""
         return [path for task in self._tasks(job) for path in list_logs(task.folder)]
 
+    def release(self, job: str) -> bool:
+        """See Engine: lift the hold of two minutes after a requeue, and requeue a job whose script was lost with its
+        machine. The next start still waits until Slurm can tell it from the last."""
+        released, now = False, time.time()
+        tasks = self._tasks(job)
+        views = self._views({job: tasks})
+        for task in tasks:
+            row, status = views[task.id]
+            if row is None or status.remedy != "requeue":
+                continue
+            held = row.held_since()
+            if held is None:
+                self._run("scontrol", "requeue", task.number)
+            elif held + HOLD_S > now + self.cleared_s:  # not released already
+                wait_s = max(0, math.ceil(held + self.cleared_s - now))
+                self._run("scontrol", "update", f"JobId={task.number}", f"StartTime=now+{wait_s}seconds")
+            released = True
+        return released
+
     def cancel(self, job: str) -> None:
         """See Engine. The mark in its folder keeps the job from being restarted."""
         tasks = self._tasks(job)
@@ -269,6 +289,7 @@ class SlurmEngine(Engine):
         live = [task for task in tasks if states[task.id].state not in OVER or states[task.id].native == "PENDING"]
         if not live:
             return
+        lost = [task for task in live if task.script_state().orphaned]
         late = [task for task in live if task.cancelled is not None and time.time() > task.cancelled + task.grace_s]
         for task in live:
             task.folder.mkdir(exist_ok=True)
@@ -287,8 +308,8 @@ class SlurmEngine(Engine):
         for name, numbers in (("USR2", no_shared_folder), ("USR1", see_the_mark)):
             if numbers:
                 self._try("scancel", "--quiet", "--batch", f"--signal={name}", *numbers)
-        if late:
-            self._try("scancel", "--quiet", *(task.number for task in late))
+        if late or lost:
+            self._try("scancel", "--quiet", *{task.number for task in (*late, *lost)})
 
     # -- queries
 
@@ -320,20 +341,6 @@ class SlurmEngine(Engine):
             return parse_accounts(self._run(*command, f"--jobs={','.join(numbers)}"))
         except SlurmRefused:
             return {}
-
-    def _help_along(self, task: _Task, row: SlurmJobRow, script: ScriptState) -> None:
-        """Do once, from a status query, what only Slurm's administrator could configure for good."""
-        if row.state == "PENDING" and script.starts and script.cancelled:
-            self._try("scancel", "--quiet", task.number)
-        elif row.state == "PENDING" and script.starts and (held := row.held_since()) is not None:
-            if time.time() > held + self.cleared_s:
-                self._try("scontrol", "update", f"JobId={task.number}", "StartTime=now")
-        elif script.orphaned and row.state == "RUNNING":
-            restart = script.ended == REQUEUE and not script.cancelled
-            self._try(*(("scontrol", "requeue") if restart else ("scancel", "--quiet")), task.number)
-        elif script.cancelled and row.state == "RUNNING":
-            overdue = time.time() - (task.cancelled or 0) > task.grace_s + OVERDUE_S
-            self._try("scancel", "--quiet", task.number) if overdue else None
 
     def _minutes(self, request: LaunchRequest) -> int | None:
         """The time limit of one start: the requested one, at most its partition's; UsageError if the partition can

@@ -1,9 +1,11 @@
 """Parse the output of Slurm's commands into Headway's types: pure functions of text."""
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Literal
 
 from headway.cluster.engines.engine import (
     CANCELLED,
@@ -54,7 +56,7 @@ _WAITS = {
     "None": "",
     "Resources": "waiting for nodes",
     "Priority": "jobs of higher priority come first",
-    "BeginTime": "held by Slurm for two minutes after a failed or requeued start",
+    "BeginTime": "held by Slurm after a failed or requeued start",
     "Dependency": "waiting for the previous start to end",
 }
 
@@ -87,6 +89,8 @@ class ScriptState:
     """Machines lost in the last start, comma-separated, as far as srun noticed."""
     orphaned: bool = False
     """Whether the machine of the script was lost, and `ended` is what the commands reported for the whole job."""
+    overdue: bool = False
+    """Whether it was cancelled so long ago that its script should have ended it."""
 
 
 def parse_queue(text: str) -> dict[str, SlurmJobRow]:
@@ -243,9 +247,20 @@ def _minutes(text: str) -> int | None:
 def job_status(row: SlurmJobRow | None, script: ScriptState) -> JobStatus:
     """The state of a job: from Slurm while it is live; once it is over, from what its script recorded."""
     status = _status(row, script)
+    status = replace(status, remedy=_remedy(row, status, script)) if row is not None else status
     if not script.starts:
         return status
     return replace(status, reason="; ".join(filter(None, (_interruption(status, script), status.reason))))
+
+
+def _remedy(row: SlurmJobRow, status: JobStatus, script: ScriptState) -> Literal["", "requeue", "cancel"]:
+    """What helps a job along that Slurm holds, whose script was lost, or that does not end although it was
+    cancelled."""
+    if script.orphaned and row.state == "RUNNING":
+        return "requeue" if status.state == "waiting" else "cancel"
+    if status.state == "waiting" and row.held_since() is not None:
+        return "requeue"
+    return "cancel" if script.overdue and row.state == "RUNNING" else ""
 
 
 def _interruption(status: JobStatus, script: ScriptState) -> str:
@@ -264,7 +279,10 @@ def _status(row: SlurmJobRow | None, script: ScriptState) -> JobStatus:
             return replace(status, state="ending", reason=CANCELLED)
         if _NEVER.fullmatch(row.reason):
             return replace(status, state="impossible", reason=f"Slurm: {row.reason}", machines=(), exit_status=None)
-        return replace(status, reason=_WAITS.get(row.reason, f"Slurm: {row.reason}"), exit_status=None)
+        reason = _WAITS.get(row.reason, f"Slurm: {row.reason}")
+        if row.held_since() is not None:
+            reason = f"held by Slurm until {time.strftime('%H:%M', time.localtime(row.begin))}"
+        return replace(status, reason=reason, exit_status=None)
     if state in ("running", "ending"):
         if script.ended is not None and state_after_exit(script.ended, script.cancelled) == "waiting":
             return replace(status, state="waiting", reason=exit_reason("waiting", script.ended))
