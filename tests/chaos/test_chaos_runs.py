@@ -1,6 +1,7 @@
 """Faults in real runs: a small part of the matrix, with launchers, agents and workers of their own."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,13 +13,14 @@ import pytest
 
 from headway.agent import Attempt
 from headway.chaos.cases import select_cases
-from headway.chaos.driver import ChaosHarness, FaultedRun, run_with_faults
+from headway.chaos.driver import ChaosHarness, FaultedRun, leftover_profiles, run_with_faults
 from headway.chaos.matrix import CaseResult, FaultMatrix, run_matrix
 from headway.chaos.process_tree import track_descendants
 from headway.cli.chaos_view import matrix_lines
 from headway.cli.launch import start_launcher
 from headway.errors import RunError
 from headway.recipe import Recipe
+from headway.track import Recorder, create_run, record_path
 
 NAMES = ("kill-worker", "kill-agent")
 SETTINGS = {"train.steps": 18, "checkpoint.every_steps": 6, "checkpoint.memory_every_steps": 1}
@@ -161,6 +163,18 @@ def test_run_that_does_not_end_is_given_up(run_fake: Callable[..., FaultedRun]) 
 
 def test_leftover_shared_memory_is_reported(run_fake: Callable[[str], FaultedRun], tmp_path: Path) -> None:
     assert run_fake(f"touch {tmp_path}/shared/segment").left == ["shared memory segment"]
+
+
+def test_leftover_profile_of_a_worker_is_reported(tmp_path: Path) -> None:
+    """Of the run's own processes: others of this machine have profiles, too."""
+    run = create_run(tmp_path, "r", "r")
+    with Recorder(record_path(run.events, 1, "rank-0"), attempt=1, process="rank-0"):
+        pass
+    (tmp_path / "perf-1.map").write_text("another's")
+    assert leftover_profiles(run, tmp_path) == []
+    own = tmp_path / f"perf-{os.getpid()}.map"
+    own.write_text("")
+    assert leftover_profiles(run, tmp_path) == [f"profile {own}"]
 
 
 def test_fault_that_never_fires_is_a_violation(recipe: Callable[..., Recipe], tmp_path: Path) -> None:

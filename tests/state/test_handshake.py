@@ -6,7 +6,20 @@ import threading
 
 import pytest
 
-from headway.state.handshake import HandshakeFailed, client_handshake, new_key, server_handshake
+from eventually import eventually
+from headway.agent.nodes.snapshot_server import SnapshotServer
+from headway.state.handshake import (
+    MOST_PENDING,
+    REFUSAL,
+    ConnectionRefused,
+    HandshakeFailed,
+    PendingHandshakes,
+    client_handshake,
+    connect,
+    new_key,
+    server_handshake,
+)
+from headway.state.peer_read import peer_request
 
 
 def meet(calls: str, listens: str) -> tuple[Exception | None, Exception | None]:
@@ -78,3 +91,56 @@ def test_the_key_does_not_travel_and_an_answer_cannot_be_used_again() -> None:
 def _ignore(end: socket.socket, key: str) -> None:
     with contextlib.suppress(HandshakeFailed, OSError):
         client_handshake(end, key)
+
+
+def test_strangers_cannot_hold_more_than_a_bounded_number_of_connections(tmp_path, capfd) -> None:
+    """A caller with the key gets in as soon as one of them is gone, and those that are in stay in."""
+    key = new_key()
+    server = SnapshotServer("127.0.0.1", key, tmp_path)
+    address = ("127.0.0.1", server.port)
+    with contextlib.closing(server), contextlib.closing(connect(address, key)) as early:
+        eventually(lambda: not server._server.pending._counts)
+        strangers = [socket.create_connection(address) for _ in range(MOST_PENDING)]
+        assert all(len(stranger.recv(32)) == 32 for stranger in strangers), "each has a challenge"
+        refused = socket.create_connection(address)
+        with contextlib.closing(refused), pytest.raises(ConnectionRefused, match="too many unauthenticated"):
+            client_handshake(refused, key)
+        assert f"refusing connections of 127.0.0.1: {MOST_PENDING} of them" in capfd.readouterr().err
+        assert peer_request(early, "lead") == {"hears": False}
+        threading.Timer(0.05, strangers.pop().close).start()
+        with contextlib.closing(connect(address, key)) as late:
+            assert peer_request(late, "lead") == {"hears": False}
+        for stranger in strangers:
+            stranger.close()
+        eventually(lambda: not server._server.pending._counts)
+
+
+def test_other_addresses_are_unaffected() -> None:
+    pending = PendingHandshakes(most=2)
+    first, second = socket.socketpair()
+    with first, second:
+        assert [pending.admit(first, "10.0.0.1") for _ in range(3)] == [True, True, False]
+        assert second.recv(64) == REFUSAL
+        assert pending.admit(second, "10.0.0.2")
+    pending.finish("10.0.0.1")
+    third, fourth = socket.socketpair()
+    with third, fourth:
+        assert pending.admit(third, "10.0.0.1")
+
+
+def test_a_byte_now_and_then_does_not_keep_a_handshake_open(monkeypatch) -> None:
+    monkeypatch.setattr("headway.state.handshake.TIMEOUT_S", 0.2)
+    first, second = socket.socketpair()
+    with first, second:
+        over = threading.Event()
+
+        def drip() -> None:
+            while not over.wait(0.02):
+                second.send(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises((TimeoutError, HandshakeFailed)):
+            server_handshake(first, "key")
+        over.set()
+        thread.join()

@@ -5,6 +5,7 @@ leave behind.
 """
 
 import contextlib
+import json
 import math
 import os
 import subprocess
@@ -46,6 +47,8 @@ class ChaosHarness:
     """How long processes may take to exit after their launcher."""
     shared_memory: Path = SHARED_MEMORY
     """Folder of the named shared memory segments that runs could leave behind."""
+    temporary: Path = Path("/tmp")
+    """Folder of the profiles that libraries could leave behind."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ def run_with_faults(
     faulted.fault_times += [fault.at_ns for fault in fired if faults.faults[fault.number].action != "stall"]
     faulted.fault_times.sort()
     faulted.left += [*_leftover_processes(harness), *_leftover_resources(harness, before)]
+    faulted.left += leftover_profiles(faulted.run, harness.temporary)
     return faulted
 
 
@@ -138,6 +142,16 @@ def _leftover_processes(harness: ChaosHarness) -> list[str]:
     commands = harness.processes.wait(harness.exit_s)
     harness.processes.kill()
     return [f"process {pid} ({command})" for pid, command in commands.items()]
+
+
+def leftover_profiles(run: RunFolder, temporary: Path) -> list[str]:
+    """List the perf maps that compilers of kernels wrote for processes of a run: perf-PID.map, jit-PID.dump."""
+    pids = set[int]()
+    for path in run.events.glob("*.jsonl"):
+        with path.open("rb") as record, contextlib.suppress(ValueError, KeyError, TypeError):
+            pids.add(int(json.loads(record.readline())["pid"]))
+    names = (name for pid in sorted(pids) for name in (f"perf-{pid}.map", f"jit-{pid}.dump"))
+    return [f"profile {temporary / name}" for name in names if (temporary / name).exists()]
 
 
 def _leftover_resources(harness: ChaosHarness, before: HeldResources) -> list[str]:

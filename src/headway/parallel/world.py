@@ -4,6 +4,7 @@ A World is passed as a value; nothing reads ranks from the environment.
 """
 
 import datetime
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -120,8 +121,10 @@ def _store(assignment: Assignment, timeout_s: float) -> dist.Store:
     if not assignment.rendezvous.startswith("tcp://"):
         return dist.FileStore(assignment.rendezvous, assignment.workers)
     host, _, port = assignment.rendezvous.removeprefix("tcp://").rpartition(":")
-    timeout = datetime.timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, int(port), assignment.workers, assignment.rank == 0, timeout)
+    timeout, listener = datetime.timedelta(seconds=timeout_s), None
+    if assignment.rank == 0:  # by itself the store would listen on all addresses of the machine
+        listener = socket.create_server((host, int(port)), backlog=max(64, assignment.workers)).detach()
+    return dist.TCPStore(host, int(port), assignment.workers, assignment.rank == 0, timeout, master_listen_fd=listener)
 
 
 def make_mesh(rank: int, workers: int, device: torch.device, sizes: Mapping[str, int]) -> World:

@@ -8,10 +8,15 @@ A caller without the key sees one challenge and is disconnected. What follows is
 cluster's network carries gradients in the clear too.
 """
 
+import contextlib
 import hmac
 import os
 import secrets
 import socket
+import sys
+import threading
+import time
+from collections import Counter
 
 from headway.errors import UsageError
 
@@ -21,6 +26,15 @@ KEY_VARIABLE = "HEADWAY_KEY"
 CHALLENGE_BYTES = 32
 TIMEOUT_S = 5.0
 SHORTEST_KEY = 16
+
+
+MOST_PENDING = 64
+"""Connections per address that may be unauthenticated at a time. A handshake takes milliseconds."""
+RETRY_S = 0.1
+"""Before a refused caller tries again."""
+REFUSAL = b"headway: too many connections..."
+"""Sent in place of a challenge, which is as long."""
+assert len(REFUSAL) == CHALLENGE_BYTES
 
 
 class HandshakeFailed(Exception):
@@ -43,35 +57,88 @@ def key_from_env() -> str | None:
     return key or None
 
 
+class ConnectionRefused(HandshakeFailed):
+    """Too many connections of this address are unauthenticated."""
+
+
+class PendingHandshakes:
+    """Counts the unauthenticated connections of each address, so that strangers cannot use up threads and descriptors.
+
+    Connections of other addresses, and those that have authenticated, are unaffected.
+    """
+
+    def __init__(self, most: int = MOST_PENDING) -> None:
+        self._most, self._counts, self._lock = most, Counter[str](), threading.Lock()
+        self._refused = set[str]()
+
+    def admit(self, end: socket.socket, address: str) -> bool:
+        """Whether a connection may start its handshake; one that may not is told so and closed."""
+        with self._lock:
+            if self._counts[address] < self._most:
+                self._counts[address] += 1
+                return True
+            new, self._refused = address not in self._refused, self._refused | {address}
+        if new:
+            print(
+                f"refusing connections of {address}: {self._most} of them are unauthenticated",
+                file=sys.stderr,
+                flush=True,
+            )
+        with contextlib.suppress(OSError):
+            end.setblocking(False)
+            end.send(REFUSAL)
+        end.close()
+        return False
+
+    def finish(self, address: str) -> None:
+        """A handshake has succeeded or failed."""
+        with self._lock:
+            self._counts[address] -= 1
+            if not self._counts[address]:
+                del self._counts[address]
+                self._refused.discard(address)
+
+
 def connect(
     address: tuple[str, int], key: str, timeout_s: float = TIMEOUT_S, answer_s: float = TIMEOUT_S
 ) -> socket.socket:
     """Connect and authenticate both ends; raise OSError or HandshakeFailed if that fails."""
-    end = socket.create_connection(address, timeout_s)
-    try:
-        client_handshake(end, key, answer_s)
-    except BaseException:
-        end.close()
-        raise
-    return end
+    deadline = time.monotonic() + answer_s
+    while True:
+        end = socket.create_connection(address, timeout_s)
+        try:
+            client_handshake(end, key, answer_s)
+        except ConnectionRefused:
+            end.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
+        except BaseException:
+            end.close()
+            raise
+        else:
+            return end
 
 
 def client_handshake(end: socket.socket, key: str, answer_s: float = TIMEOUT_S) -> None:
     """Authenticate as the caller."""
-    end.settimeout(answer_s)
-    listener, caller = _read(end, CHALLENGE_BYTES), secrets.token_bytes(CHALLENGE_BYTES)
+    deadline = time.monotonic() + answer_s
+    listener, caller = _read(end, CHALLENGE_BYTES, deadline), secrets.token_bytes(CHALLENGE_BYTES)
+    if listener == REFUSAL:
+        raise ConnectionRefused("refused: too many unauthenticated connections from this address")
     end.sendall(caller + _response(key, b"calls", listener, caller))
-    _check(_read(end, CHALLENGE_BYTES), _response(key, b"listens", listener, caller))
+    _check(_read(end, CHALLENGE_BYTES, deadline), _response(key, b"listens", listener, caller))
     _configure(end)
 
 
 def server_handshake(end: socket.socket, key: str) -> None:
     """Authenticate as the listener; on HandshakeFailed, close the connection."""
+    deadline = time.monotonic() + TIMEOUT_S
     end.settimeout(TIMEOUT_S)
     listener = secrets.token_bytes(CHALLENGE_BYTES)
     end.sendall(listener)
-    caller = _read(end, CHALLENGE_BYTES)
-    _check(_read(end, CHALLENGE_BYTES), _response(key, b"calls", listener, caller))
+    caller = _read(end, CHALLENGE_BYTES, deadline)
+    _check(_read(end, CHALLENGE_BYTES, deadline), _response(key, b"calls", listener, caller))
     end.sendall(_response(key, b"listens", listener, caller))
     _configure(end)
 
@@ -92,9 +159,12 @@ def _check(response: bytes, expected: bytes) -> None:
         raise HandshakeFailed("the other end has a different key")
 
 
-def _read(end: socket.socket, count: int) -> bytes:
+def _read(end: socket.socket, count: int, deadline: float) -> bytes:
     content = b""
     while len(content) < count:
+        end.settimeout(
+            max(0.001, deadline - time.monotonic())
+        )  # of all parts together: a byte now and then is no answer
         part = end.recv(count - len(content))
         if not part:
             raise HandshakeFailed("the other end closed the connection")

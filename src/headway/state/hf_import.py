@@ -24,6 +24,7 @@ from headway.state.manifest import CHUNK_BYTES, CheckpointFacts, PieceEntry, Ten
 from headway.state.safetensors_file import SafetensorsLayout, bits_dtype, plan_file
 from headway.state.write_checkpoint import ShardEntry, abandon, begin_checkpoint, commit, shard_name
 from headway.track import START, Recorder, RunFolder, create_run, make_durable, record_path, write_json
+from headway.track.access import umask_of
 
 NO_DATA = "no-data"
 """Name of the data folder of a run without data."""
@@ -52,8 +53,9 @@ def import_run(
     if final.path.exists():
         raise RunError(f"run {name} already exists", hint="choose another name with --name", usage=True)
     try:
-        with _staging_folder(root) as staging:
+        with _staging_folder(root) as staging, contextlib.ExitStack() as private:
             run = create_run(staging, name, name)
+            private.enter_context(umask_of(run.path))
             # A recipe needs data, and there is none: the path says so to whoever resumes the run.
             data = {"path": str(final.path / NO_DATA), "seq": seq}
             recipe = Recipe.model_validate({"name": name, "model": model, "data": data})

@@ -27,6 +27,7 @@ from typing import Literal, TypeAlias
 from pydantic_core import from_json, to_json
 
 from headway.errors import RunError, UsageError
+from headway.track.access import PRIVATE, new_run_mode, umask_of
 from headway.track.events import Event, Header, Record, clock_offset, read_ends, record_path
 
 RunState: TypeAlias = Literal["submitted", "running", "finished", "stopped", "failed", "interrupted"]
@@ -123,10 +124,12 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
             hint="use up to 64 letters, digits, dots, dashes and underscores; start with a letter or digit; not `last`",
             usage=True,
         )
+    mode = new_run_mode()
     while True:
         run = RunFolder(root / (name or f"{recipe_name}-{secrets.token_hex(2)}"))
         try:
-            run.path.mkdir(parents=True)
+            run.path.mkdir(PRIVATE, parents=True)
+            run.path.chmod(mode)  # whatever the umask is
         except FileExistsError:
             if name is None:
                 continue
@@ -136,8 +139,9 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
                 f"cannot create the run folder {run.path}: {error.strerror}",
                 hint="choose another folder with --runs or HEADWAY_RUNS",
             ) from error
-        for folder in (run.events, run.checkpoints, run.logs):
-            folder.mkdir()
+        with umask_of(run.path):
+            for folder in (run.events, run.checkpoints, run.logs):
+                folder.mkdir()
         return run
 
 

@@ -12,6 +12,7 @@ from headway.parallel import join, leave
 from headway.recipe import Assignment, Parallel, Recipe
 from headway.state import Channel, ChannelClosed, Message
 from headway.track import Recorder, RunFolder, read_recipe, record_path
+from headway.track.access import adopt_umask
 from headway.track.heartbeat import HeartbeatPages, HeartbeatWriter
 from headway.train import stack_responder as stacks
 from headway.train.build import Parts, RecordLost, build
@@ -36,6 +37,7 @@ def main(line: Channel) -> int:
     if message is None:
         return FINISHED
     assignment = Assignment.model_validate(message.fields["assignment"])
+    adopt_umask(Path(assignment.run))
     _print_into(Path(assignment.log))
     run = RunFolder(Path(assignment.run))
     name = "draw" if assignment.draw else f"rank-{assignment.rank}"

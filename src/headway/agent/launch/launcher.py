@@ -32,6 +32,7 @@ from headway.agent.supervise.stop_signals import count_stop_signals
 from headway.errors import RunError
 from headway.state import Channel, ChannelClosed, Message
 from headway.track import Recorder, RunFolder, next_attempt, record_path
+from headway.track.access import umask_of
 
 POLL_S = 0.25
 STOPPED_S = 2.0
@@ -72,7 +73,7 @@ def run_launcher(
     agent has been silent and how long it has lived.
     """
     entries, forwarded, deaths = dict(inherited or {}), 0, 0
-    with count_stop_signals() as stop_signals, _all_children() as reap, _closing(entries):
+    with umask_of(attempt.run), count_stop_signals() as stop_signals, _all_children() as reap, _closing(entries):
         agent = _start(attempt, entries, clock())
         while True:
             # 1 the agent's messages, and whether it is alive

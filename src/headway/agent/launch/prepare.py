@@ -42,6 +42,7 @@ from headway.track import (
     write_json,
     write_plan,
 )
+from headway.track.access import umask_of
 
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
 VOCABULARY_MULTIPLE = 64
@@ -89,11 +90,12 @@ def new_run(
             usage=True,
         )
     try:
-        write_json(run.recipe_file, planned.recipe.model_dump())
-        if planned.plan is not None:
-            write_plan(run, planned.plan)
-        _copy_data_facts(run, recipe.data)
-        _copy_companions(run, recipe.model.init)
+        with umask_of(run.path):
+            write_json(run.recipe_file, planned.recipe.model_dump())
+            if planned.plan is not None:
+                write_plan(run, planned.plan)
+            _copy_data_facts(run, recipe.data)
+            _copy_companions(run, recipe.model.init)
     except OSError as error:
         shutil.rmtree(run.path, ignore_errors=True)
         raise RunError(

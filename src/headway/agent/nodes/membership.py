@@ -22,7 +22,7 @@ from headway.agent.nodes.members import Member
 from headway.agent.remote.folder_server import RunFolderServer
 from headway.errors import StateError
 from headway.state import Channel, ChannelClosed, Message
-from headway.state.handshake import HandshakeFailed, connect, server_handshake
+from headway.state.handshake import HandshakeFailed, PendingHandshakes, connect, server_handshake
 from headway.state.peer_read import peer_request, read_line
 
 ALIVE_S = 1.0
@@ -68,6 +68,7 @@ class Membership:
         self._leave_requests = SimpleQueue[tuple[Mapping[str, Any], SimpleQueue[dict[str, Any]]]]()
         self._attempt = 1
         self._joining: SimpleQueue[Member] = SimpleQueue()
+        self._pending = PendingHandshakes()
         threading.Thread(target=self._accept, name="membership", daemon=True).start()
 
     # -- joining
@@ -76,14 +77,18 @@ class Membership:
         """In a thread: each caller gets a thread of its own, so that a silent one keeps no other waiting."""
         while True:
             try:
-                end, _ = self._listener.accept()
+                end, address = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._handshake, args=(end,), daemon=True).start()
+            if self._pending.admit(end, address[0]):
+                threading.Thread(target=self._handshake, args=(end, address[0]), daemon=True).start()
 
-    def _handshake(self, end: socket.socket) -> None:
+    def _handshake(self, end: socket.socket, address: str) -> None:
         try:
-            server_handshake(end, self.key)
+            try:
+                server_handshake(end, self.key)
+            finally:
+                self._pending.finish(address)
             end.settimeout(self._silent_s)  # a node that does not read for so long is lost
             request = json.loads(read_line(end))
             if request["kind"] == "leave":

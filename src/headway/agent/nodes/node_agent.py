@@ -32,6 +32,7 @@ from headway.agent.workers.worker_group import WorkerGroup
 from headway.agent.workers.zygote import ZygoteClient
 from headway.state import Channel, ChannelClosed
 from headway.track import RunFolder
+from headway.track.access import adopt_umask
 
 POLL_S = 0.1
 TAKEN = 2.4
@@ -58,6 +59,7 @@ class NodeAgent:
 
     def serve(self) -> int:
         """Until the run has ended, or has no leader any more; return the exit status."""
+        adopt_umask(self.search.run.path)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)

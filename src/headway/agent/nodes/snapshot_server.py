@@ -33,7 +33,7 @@ from headway.agent.saving.restore_points import newest_on_disk
 from headway.agent.supervise.stack_dumps import collect
 from headway.errors import HeadwayError, StateError
 from headway.state import SaveBuffer, ShardEntry, describe_shard, open_checkpoint, shard_name, write_shard
-from headway.state.handshake import HandshakeFailed, server_handshake
+from headway.state.handshake import MOST_PENDING, HandshakeFailed, PendingHandshakes, server_handshake
 from headway.state.peer_read import PeerFile, PeerReader, read_line
 from headway.state.save_buffer import FilePlan
 
@@ -214,10 +214,15 @@ def _send(connection: socket.socket, answer: Mapping[str, Any]) -> None:
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 2 * MOST_PENDING  # with the default of 5, callers that come at once wait for seconds
 
     def __init__(self, address: tuple[str, int], snapshots: SnapshotServer) -> None:
-        self.snapshots = snapshots
+        self.snapshots, self.pending = snapshots, PendingHandshakes()
         super().__init__(address, _Connection)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether a connection may start its handshake."""
+        return self.pending.admit(request, client_address[0])
 
     def handle_error(self, *_: object) -> None:
         """Ignore clients that disconnect."""
@@ -229,6 +234,9 @@ class _Connection(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         snapshots = self.server.snapshots
         with contextlib.suppress(HandshakeFailed, OSError, ValueError):
-            server_handshake(self.request, snapshots._key)
+            try:
+                server_handshake(self.request, snapshots._key)
+            finally:
+                self.server.pending.finish(self.client_address[0])
             while True:
                 snapshots.answer(self.request, json.loads(read_line(self.request)))

@@ -30,6 +30,7 @@ from headway.state.address import is_in_store
 from headway.state.handshake import HandshakeFailed, connect
 from headway.state.peer_read import fill, peer_request
 from headway.track import RunFolder, read_recipe
+from headway.track.access import PRIVATE, adopt_umask
 
 RETRY_S = 0.2
 REPORT_WAIT_S = 3.0
@@ -229,6 +230,9 @@ def _make_folder(root: Path, name: str, bundle: dict[str, Any]) -> RunFolder:
     try:
         if run.path.exists() and (not run.id_file.exists() or run.id_file.read_text().strip() != bundle["id"]):
             shutil.rmtree(run.path)
+        run.path.mkdir(parents=True, exist_ok=True)
+        run.path.chmod(PRIVATE)
+        adopt_umask(run.path)  # of this agent, and of its workers
         for folder in (run.events, run.logs, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

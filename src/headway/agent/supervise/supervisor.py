@@ -31,6 +31,7 @@ from headway.agent.workers.zygote import ZygoteClient
 from headway.errors import RunError
 from headway.recipe import Recipe
 from headway.track import Recorder, RunFolder, lock_run, read_recipe, record_path, write_json
+from headway.track.access import umask_of
 from headway.track.folder_identity import FolderIdentity, compare_folders, identify, open_identity
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def supervise_run(
     if orphaned is not None:
         first, attempt = (Attempt.model_validate(orphaned.fields[which]) for which in ("first", "now"))
     try:
-        return _supervise(first, attempt, on_tick, warm, fd_store, orphaned is not None)
+        with umask_of(attempt.run):
+            return _supervise(first, attempt, on_tick, warm, fd_store, orphaned is not None)
     except LeaseSuperseded:
         text = "another machine's agent leads this run now; nothing was written since"
         return AttemptOutcome("failed", text, f"headway logs {attempt.run.name}")

@@ -28,6 +28,8 @@ def worker_variables(attempt: Attempt) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
+        # On ARM oneDNN otherwise leaves /tmp/perf-PID.map, which only profilers read, behind every worker.
+        "ONEDNN_JIT_PROFILE": "0",
         # Workers import installed packages and PYTHONPATH, not whatever is in the current directory.
         "PYTHONSAFEPATH": "1",
         # With deterministic = true cuBLAS needs this before its first call; it costs nothing otherwise.
