@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -48,6 +49,8 @@ NO_OUTPUT = (
 )
 """Beginnings of blocks that show files, folders or commands only."""
 ELISION = "..."
+WIDTH = 110
+"""Of pages."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,14 @@ def run(command: str) -> list[str]:
     finally:
         sys.argv = before
         os.chdir(folder)
-    return printed.getvalue().rstrip("\n").splitlines()
+    return [line for text in printed.getvalue().rstrip("\n").splitlines() for line in _wrapped(text)]
+
+
+def _wrapped(line: str) -> list[str]:
+    """Return a long message as a wide terminal shows it; other lines as they are."""
+    if len(line) <= WIDTH or not line.startswith(("error: ", "hint:  ")):
+        return [line]
+    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False)
 
 
 def first_difference(quoted: Iterable[str], printed: list[str]) -> str | None:

@@ -429,3 +429,18 @@ def test_another_model_is_not_offered_for_training(tmp_path: Path) -> None:
     assert done.output.startswith("mix  46.7B parameters")
     assert "the trainer cannot run the best plan" in done.output  # which shares experts out
     assert "headway train" not in done.output
+
+
+def test_modelled_times_are_marked_among_measured_ones() -> None:
+    """On a chip with measured kernels, links and bubbles are still modelled: the mark is beside each number."""
+    on_measured, on_modelled = (
+        text(LLAMA, "--on", "h200x8x2").splitlines(),
+        text(LLAMA, "--on", "h100x8x2").splitlines(),
+    )
+    rows = {line[2:23].strip(): line for line in on_measured if line.endswith("|") and line[30:39].strip()}
+    assert {name for name, line in rows.items() if "~" in line[30:39]} == {
+        name for name in rows if name in ("exposed communication", "slowed by overlap", "pipeline bubble", "host")
+    }
+    assert "exposed communication" in rows
+    assert any(line.strip().startswith("~ modelled") for line in on_measured)
+    assert not any("~" in line for line in on_modelled)

@@ -31,6 +31,8 @@ RECOMPUTED = {
     "selective": "all but GEMMs recomputed",
     "full": "all recomputed",
 }
+MODELLED = ("exposed communication", "slowed by overlap", "pipeline bubble", "host")
+"""Parts of a step's time that no fidelity measures."""
 WELL_KNOWN = ("a100", "h100", "h200")
 ERRORS = {"dense": 0.08, "other": 0.14}
 """Mean errors of default fidelity on published runs of programs it was not fitted to, from `--against`: of fully
@@ -239,10 +241,13 @@ def _waterfall(plan: Plan) -> Iterator[str]:
             continue
         start, end = round(before / step.seconds * BAR), round((before + seconds) / step.seconds * BAR)
         bar = " " * start + "#" * (end - start)
+        mark = "~" if plan.fidelity == "measured" and name in MODELLED else ""
         if start == end:
             bar = " " * min(start, BAR - 1) + "."
-        yield f"  {name:<21}{_percent(seconds / step.seconds):>7}{_step(seconds):>9} |{bar:<{BAR}}|"
+        yield f"  {name:<21}{_percent(seconds / step.seconds):>7}{mark + _step(seconds):>9} |{bar:<{BAR}}|"
         before += seconds
+    if plan.fidelity == "measured":
+        yield "  ~ modelled; the other times are of kernels measured on this chip"
 
 
 def _memory(plan: Plan) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from headway.errors import UsageError
+from headway.errors import RecipeError, UsageError
 from headway.hardware import Ceilings, Cluster
 from headway.hardware.cluster import GPU_HOURS_BETWEEN_FAILURES
 from headway.plan.architecture import Architecture
@@ -13,9 +13,10 @@ from headway.plan.fit_advice import smallest_change
 from headway.plan.flops import parameters
 from headway.plan.goodput import Goodput, goodput, save_seconds, stall_seconds
 from headway.plan.search import Rank, RankedPlan, SearchResult, search
+from headway.plan.settings import Software
 from headway.plan.task import SearchSpace, TrainingTask
 from headway.plan.trainer import stated_mesh, trainer_precision, trainer_software
-from headway.recipe import Recipe
+from headway.recipe import Recipe, with_settings
 
 MOST_SEQUENCES = 10**8
 """Largest plausible batch, and sequence length."""
@@ -158,7 +159,8 @@ def plan(
     space = narrow_space(recipe, cluster, choices or SearchSpace())
     result = search(task, costs, space, rank=rank, keep=keep)
     if not result.plans:
-        raise UsageError(f"{recipe.name} does not fit on {cluster.name}", hint=smallest_change(task, cluster, space))
+        advice = smallest_change(task, cluster, space, smaller_states(recipe, cluster))
+        raise UsageError(f"{recipe.name} does not fit on {cluster.name}", hint=advice.sentence)
     return Plan(
         name=recipe.name,
         architecture=task.architecture,
@@ -169,6 +171,22 @@ def plan(
         result=result,
         run=_run(recipe, cluster, result.plans[0].estimate, price),
     )
+
+
+def smaller_states(recipe: Recipe, cluster: Cluster) -> list[tuple[tuple[str, ...], Software]]:
+    """Settings that make the optimizer's states smaller, from the largest, and the trainer's software with each."""
+    train = recipe.train
+    choices: list[tuple[str, ...]] = [("train.moments=bfloat16",)] if train.moments == "float32" else []
+    if train.optimizer == "adamw":
+        choices.append(("train.optimizer=adamw-8bit",))
+        choices.append(("train.weights=bfloat16", "train.optimizer=adamw-8bit"))
+    software: list[tuple[tuple[str, ...], Software]] = []
+    for settings in choices:
+        try:
+            software.append((settings, trainer_software(with_settings(recipe, settings), cluster.chip)))
+        except RecipeError:  # another key excludes it
+            continue
+    return software
 
 
 def cap_memory(cluster: Cluster, recipe: Recipe) -> Cluster:

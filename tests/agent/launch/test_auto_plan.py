@@ -144,7 +144,7 @@ def test_run_that_does_not_fit_is_tried_and_a_note_names_the_smallest_change() -
     # 8.03e9 weights, gradients and two moments of 4 bytes each are 120 GB of 2**30 bytes; two devices halve that
     assert planned.plan.total_bytes > 8.03e9 * 16
     assert "does not fit on h200x1x1: needs 1" in planned.notes[0]
-    assert "it fits with bf16 moments (" in planned.notes[0]
+    assert "it fits with train.moments=bfloat16 (" in planned.notes[0]
     assert "or on 2 devices instead of 1" in planned.notes[0]
     assert planned.notes[0].endswith("training with the settings that need least memory")
     stated = llama("train.microbatch=8", "train.recompute=none")
