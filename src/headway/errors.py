@@ -25,6 +25,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 FEW = 8
 """Names that a hint lists; of more it gives the nearest."""
 

@@ -1,16 +1,22 @@
-"""Tables at 80 columns, whatever the names are."""
+"""Tables at 80 columns, whatever the names are, and at 60."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from headway.cli.diff import diff
 from headway.cli.jobs import _table
+from headway.cli.report import report
+from headway.cli.runs import runs
 from headway.cli.text import shortened
 from headway.cluster.engines.engine import JobStatus, LaunchRequest
 from headway.cluster.engines.submissions import Submission
 from headway.cluster.submit.runs import SubmittedRun
-from headway.track import RunFolder
+from headway.track import Recorder, RunFolder, create_run, record_path
 
 
 def standing(run: str, job: str = "4711", engine: str = "slurm", reason: str = "", on: str = "cpux1x2") -> SubmittedRun:
@@ -51,3 +57,31 @@ def test_reason_of_a_failed_job_is_not_cut() -> None:
 def test_cut_text_ends_with_dots() -> None:
     assert shortened("abcdef", 6) == "abcdef"
     assert shortened("abcdefg", 6) == "abc..."
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_views_of_a_run_fit_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """The table of runs, a report with an incident and a warning, and a comparison."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    for name, factor in (("tonight-demo-1f2e", 1.0), ("demo-killed", 1.2)):
+        run = create_run(tmp_path, "demo", name)
+        with Recorder(record_path(run.events, 1, "agent"), attempt=1, process="agent", clock=lambda: 0) as agent:
+            agent.event("attempt", at=0, workers=2, device="cpu", from_step=0, recipe_changes={})
+            agent.event("hang", at=5, text="worker 1 has been silent for 30 s in forward, at model.py:10 " * 3)
+            agent.event("end", at=100 * 10**9, outcome="finished", reason="all steps done")
+        with Recorder(record_path(run.events, 1, "rank-0"), attempt=1, process="rank-0", clock=lambda: 0) as worker:
+            worker.event("facts", at=1, total_steps=100_000, flops_per_token=60, peak_flops=1e4, peak_source="assumed")
+            for step in range(1, 60):
+                fields = {"loss": 5.0 * factor if step < 20 else 300.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 100}
+                at = step * 10**9
+                worker.event("step", at=at, step=step, data=1, compute=2, cursor=step, chain=f"{factor}", **fields)
+    app = typer.Typer()
+    for verb in (runs, report, diff):
+        app.command()(verb)
+    for words in (["runs"], ["report", "tonight"], ["diff", "tonight", "demo"]):
+        output = CliRunner().invoke(app, [*words, "--runs", str(tmp_path)]).output
+        assert max(map(len, output.splitlines())) <= width, output
+        assert "tonight-demo-1f2e" in output
+    assert "warning: the loss diverges" in CliRunner().invoke(app, ["report", "demo", "--runs", str(tmp_path)]).output
+    document = CliRunner().invoke(app, ["report", "demo", "--runs", str(tmp_path), "--json"]).output
+    assert json.loads(document)["divergence"]["best"] == 6.0

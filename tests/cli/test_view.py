@@ -66,24 +66,38 @@ def test_non_finite_loss_is_reported() -> None:
     assert "loss not finite" in standing_after([FACTS, broken]).numbers()
 
 
-def test_the_panel_fits_eighty_columns() -> None:
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_the_panel_fits_the_terminal(width: int) -> None:
+    """No number is broken from its unit; the progress bar is shortened."""
     out = io.StringIO()
-    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
     source, standing = Source(), LiveStatus()
 
     class Screen:
         def update(self, group, refresh: bool) -> None:
             console.print(group)
 
-    panel = LivePanel(standing, source, "demo-1234  2 workers on cpu", Screen())
+    panel = LivePanel(standing, source, "demo-1234  2 workers on cpu", Screen(), width)
     panel.tick(0)
     assert "starting" in out.getvalue()
     source.events = [FACTS, *steps(1, 50), {"kind": "eval", "step": 50, "loss": 4.25, "t": 1}]
     panel.tick(1)
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
-    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
-    for part in ("step 50/100", "50%", "ETA 00:00:50", "loss 4.5000", "eval 4.2500", "stopping: saving"):
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
+    for part in ("step 50/100", "50%", "ETA 00:00:50", "loss 4.5000", "eval 4.2500", "1k tokens/s", "stopping: saving"):
         assert part in shown
+    (row,) = [line.rstrip() for line in shown.splitlines() if "ETA" in line]
+    assert row.startswith("step 50/100")
+
+
+def test_diverging_loss_is_noticed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    source = Source()
+    lines = PlainLines(LiveStatus(), source, "title")
+    source.events = [FACTS, *steps(1, 20), *(event | {"loss": 548.0} for event in steps(21, 40))]
+    lines.tick(0)
+    source.events = [event | {"loss": 600.0} for event in steps(41, 60)]
+    lines.tick(0)
+    assert capsys.readouterr().err.count("note: the loss diverges: about 548 up to step") == 1
 
 
 def test_plain_lines_come_when_there_is_something_new(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,17 @@
 import json
 import os
+import random
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from eventually import CEILING_S
 from headway.cli.data import app
+from headway.cli.main import main
 from headway.data import open_dataset
 from headway.errors import DataError
 
@@ -141,3 +145,49 @@ def test_encoding_library_is_chosen_and_shown(texts):
     built = json.loads(run("build", texts / "two", f"{texts}/*.txt", *arguments)[1])
     assert built["engine"].startswith("tiktoken ")
     assert built["version"] == open_dataset(texts / "one").version
+
+
+def test_vocabulary_that_the_text_does_not_give_is_noted(texts):
+    out = texts / "out"
+    note = r"note: the text gives a vocabulary of (\d+), not the 5,000 of --vocab-size"
+    for _ in range(2):  # built, and then already there
+        status, _, log = run("build", out, f"{texts}/*.txt", "--vocab-size", 5000)
+        said = re.search(note, log)
+        assert said, log
+        assert (status, int(said[1])) == (0, open_dataset(out).manifest.vocab_size)
+    assert "note:" not in run("build", texts / "small", f"{texts}/*.txt", "--vocab-size", 270)[2]
+    assert "note:" not in run("build", texts / "given", f"{texts}/*.txt", "--tokenizer", out)[2]
+
+
+def test_ctrl_c_is_answered_and_leaves_no_folder(texts, monkeypatch, capsys):
+    """Typer turns it into an exit, which used to be silent."""
+
+    def interrupt(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headway.data.build._write", interrupt)
+    monkeypatch.setattr(sys, "argv", ["headway", "data", "build", str(texts / "out"), f"{texts}/*.txt"])
+    before = sorted(texts.iterdir())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    assert sorted(texts.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_ctrl_c_does_not_wait_for_the_tokenizer(tmp_path):
+    """Training it takes minutes here, without an instruction of Python's."""
+    chance = random.Random(1)
+    words = ["".join(chance.choices("abcdefghijklmnop", k=12)) for _ in range(200_000)]
+    (tmp_path / "a.txt").write_text(" ".join(words))
+    command = [sys.executable, "-m", "headway.cli.main", "data", "build", "out", "a.txt", "--vocab-size", "60000"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("training the tokenizer: ")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=CEILING_S)
+    assert (process.returncode, out) == (130, "")
+    assert err.endswith("interrupted\n")
+    assert "encoding" not in err, "it did not end before"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

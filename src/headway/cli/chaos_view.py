@@ -10,9 +10,8 @@ from typing import Any
 from headway.chaos.matrix import CaseResult, FaultMatrix, SoakResult
 from headway.chaos.random_faults import count_kinds
 from headway.chaos.torchrun_baseline import BaselineResult
-from headway.cli.text import short_seconds
+from headway.cli.text import columns, short_seconds
 
-WIDTH = 80
 NAME = 22
 MISSED = 3
 """Faults that did not fire to name: one that ends a run prevents all later ones."""
@@ -98,7 +97,7 @@ def _end(matrix: FaultMatrix) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=True)
+    return textwrap.wrap(text, columns(), initial_indent="  ", subsequent_indent="    ", break_long_words=True)
 
 
 def matrix_object(matrix: FaultMatrix, peers: Sequence[BaselineResult] = ()) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from headway.agent.parity import MeshParity, ParityReport
 from headway.agent.parity_compare import KINDS, Finding, Kind, Verdict
+from headway.cli.text import columns
 
 NAMES: dict[Kind, str] = {
     "forward": "forward",
@@ -15,7 +16,6 @@ NAMES: dict[Kind, str] = {
     "adamw": "after AdamW",
 }
 COLUMNS: tuple[Kind, ...] = ("loss", "gradient", "parameter")
-WIDTH = 80
 MESH_WIDTH = 34
 
 
@@ -53,7 +53,7 @@ def _row(kind: Kind, largest: Finding) -> str:
     if not largest.name:
         return row.rstrip()
     location = f"largest: {largest.name}"
-    return f"{row}  {location}" if len(row) + 2 + len(location) <= WIDTH else f"{row.rstrip()}\n      {location}"
+    return f"{row}  {location}" if len(row) + 2 + len(location) <= columns() else f"{row.rstrip()}\n      {location}"
 
 
 def _table(checked: ParityReport) -> Iterator[str]:

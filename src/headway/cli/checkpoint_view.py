@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from headway.cli.progress import terminal_bars
-from headway.cli.text import byte_size, first_names, plural
+from headway.cli.text import byte_size, columns, first_names, plural
 from headway.state import CheckpointSource, OpenCheckpoint
 from headway.state.checkpoint_diff import CheckpointDiff
 from headway.state.manifest import CheckpointManifest, TensorEntry
 from headway.state.safetensors_file import DTYPES
 
-WIDTH = 80
 SHOWN = 20
 PATIENCE_S = 1.0
 KINDS = {"model": "weights", "optimizer": "optimizer", "ema": "average"}
@@ -225,7 +224,7 @@ def _tensor_lines(tensors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     cells = [(t["dtype"], "x".join(map(str, t["shape"])) or "scalar", t["cut"], byte_size(t["bytes"])) for t in tensors]
     heads = ("dtype", "shape", "cut", "bytes")
     widths = [max(len(row[i]) for row in [heads, *cells]) for i in range(4)]
-    room = WIDTH - sum(widths) - 2 * 4 - 2
+    room = columns() - sum(widths) - 2 * 4 - 2
     name_width = max(12, min(room, max(len(t["name"]) for t in tensors)))
 
     def line(row: tuple[str, ...]) -> str:
@@ -250,14 +249,14 @@ def _fact(label: str, text: str) -> str:
 
 def _fit(line: str) -> str:
     """Cut a line in its middle to fit the width."""
-    if len(line) <= WIDTH:
+    if len(line) <= columns():
         return line
-    half = (WIDTH - 3) // 2
-    return f"{line[: WIDTH - 3 - half]}...{line[-half:]}"
+    half = (columns() - 3) // 2
+    return f"{line[: columns() - 3 - half]}...{line[-half:]}"
 
 
 def _wrap(text: str) -> list[str]:
-    return [_fit(line) for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)]
+    return [_fit(line) for line in textwrap.wrap(text, columns(), subsequent_indent="  ", break_long_words=False)]
 
 
 def _mesh(mesh: Mapping[str, int]) -> str:

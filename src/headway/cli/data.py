@@ -13,7 +13,7 @@ import typer
 from headway.cli.data_mix import print_mix
 from headway.cli.options import Json, Settings
 from headway.cli.progress import terminal_bars
-from headway.cli.text import plural, print_json
+from headway.cli.text import columns, plural, print_json
 from headway.cluster.engines.ray.encode import ray_encoders
 from headway.cluster.engines.ray.engine import RayEngine
 from headway.cluster.engines.settings import engine_settings
@@ -197,12 +197,12 @@ def _samples(dataset: Dataset, count: int) -> Iterator[dict[str, Any]]:
 
 
 def _print_text(label: str, text: str) -> None:
-    """Print a few lines of a document, indented and cut at 80 columns, with control characters visible."""
+    """Print a few lines of a document, indented, as wide as the terminal at most, control characters visible."""
     lines = text.splitlines()[:6]
     for index, line in enumerate(lines):
         plain = "".join(c if c.isprintable() else "\\t" if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line)
         mark = f"{label}: " if label and index == 0 else ""
-        print(f"  {mark}{plain}"[:80].rstrip())
+        print(f"  {mark}{plain}"[: columns()].rstrip())
 
 
 def _size(count: float) -> str:

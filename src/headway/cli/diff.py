@@ -1,13 +1,14 @@
 """`headway diff RUN RUN`: compares two runs bit for bit."""
 
 from dataclasses import asdict
+from textwrap import fill
 from typing import Any
 
 import typer
 from pydantic_core import to_json
 
 from headway.cli.options import Json, Run, Runs
-from headway.cli.text import print_json, shortened
+from headway.cli.text import columns, print_json, shortened
 from headway.track import RunComparison, compare_runs, find_run, runs_root
 from headway.track.differences import Cause
 
@@ -33,10 +34,10 @@ def diff(
         print_json({"runs": [a.name, b.name], **asdict(comparison), "sentence": comparison.sentence})
     else:
         if not comparison.equal:
-            print("\n".join(_cause_lines(comparison, a.name, b.name)))
-        print(f"{a.name} and {b.name}: {comparison.sentence}")
+            print("\n".join(_wrapped(line) for line in _cause_lines(comparison, a.name, b.name)))
+        print(_wrapped(f"{a.name} and {b.name}: {comparison.sentence}"))
         if comparison.tensors:
-            print(f"tensors that differ at step {comparison.tensors_step}: {', '.join(comparison.tensors)}")
+            print(_wrapped(f"tensors that differ at step {comparison.tensors_step}: {', '.join(comparison.tensors)}"))
     if not comparison.equal:
         raise typer.Exit(1)
 
@@ -58,6 +59,12 @@ def _cause_lines(comparison: RunComparison, name_a: str, name_b: str) -> list[st
         first = comparison.first
         lines.append(f"first: {first.metric} of step {first.step}: {both(first.values)}")
     return lines
+
+
+def _wrapped(line: str) -> str:
+    """Return a line as wide as the terminal at most; a pipe gets it whole."""
+    indent = " " * (9 if line.startswith(("cause: ", "first: ", "   ")) else 2)
+    return fill(line, columns(10_000), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _label(cause: Cause) -> str:

@@ -7,12 +7,10 @@ from pathlib import Path
 from textwrap import wrap
 
 from headway.cli.options import Json, Runs
-from headway.cli.text import print_json, shortened
+from headway.cli.text import columns, print_json, shortened
 from headway.cluster.submit.runs import SubmittedRun, submitted_runs
 from headway.cluster.submit.sweeps import Sweep, find_sweep
 from headway.track import runs_root
-
-WIDTH = 80
 
 
 def jobs(runs: Runs = None, json: Json = False) -> None:
@@ -35,12 +33,12 @@ def _table(submitted: list[SubmittedRun]) -> list[str]:
     job_width = max(10, *(len(job.submission.job) for job in submitted))
     heads = ("state", "engine", "job", "on", "starts", "submitted")
     rest = [_cells(heads, job_width), *(_cells(_words(job), job_width) for job in submitted)]
-    wide = width + 2 + max(map(len, rest)) > WIDTH
+    wide = width + 2 + max(map(len, rest)) > columns()
     lines = list[str]()
     for name, cells, under in zip(
         ("run", *(job.run.name for job in submitted)), rest, ([], *(_under(job) for job in submitted)), strict=True
     ):
-        lines += [name, shortened(f"  {cells}", WIDTH)] if wide else [f"{name:{width}}  {cells}"]
+        lines += [name, shortened(f"  {cells}", columns())] if wide else [f"{name:{width}}  {cells}"]
         lines += under
     return lines
 
@@ -63,8 +61,8 @@ def _under(job: SubmittedRun) -> list[str]:
     command = f"headway {job.status.remedy} {job.run.name}" if job.status.remedy else ""
     text = "; ".join(filter(None, (machines, job.status.reason, command)))
     if command or job.status.state in ("failed", "impossible", "unknown"):
-        return wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    return [shortened(f"  {text}", WIDTH)] if text else []
+        return wrap(text, columns(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return [shortened(f"  {text}", columns())] if text else []
 
 
 def _unreachable(submitted: list[SubmittedRun]) -> list[str]:
@@ -72,8 +70,8 @@ def _unreachable(submitted: list[SubmittedRun]) -> list[str]:
     errors = {job.submission.engine: job.unreachable for job in submitted if job.unreachable is not None}
     lines = list[str]()
     for engine, error in errors.items():
-        lines += wrap(f"{engine} is unreachable: {error.message}", WIDTH, subsequent_indent="  ")
-        lines += wrap(f"hint:  {error.hint}", WIDTH, subsequent_indent="       ") if error.hint else []
+        lines += wrap(f"{engine} is unreachable: {error.message}", columns(), subsequent_indent="  ")
+        lines += wrap(f"hint:  {error.hint}", columns(), subsequent_indent="       ") if error.hint else []
     return lines
 
 

@@ -20,7 +20,8 @@ from headway.cluster.engines.submissions import last_submission
 from headway.cluster.submit.runs import submitted_runs
 from headway.cluster.submit.sweeps import Sweep
 from headway.errors import FEW, EngineError, RunError
-from headway.track import RunFolder, find_run, find_set_aside, lock_holder, runs_root
+from headway.track import RunFolder, find_run, find_set_aside, history, lock_holder, read_run, runs_root
+from headway.track.divergence import find_divergence
 
 _POLL_S = 0.25
 _POLL_ENGINE_S = 2.0
@@ -144,8 +145,17 @@ def _lines(
                 lines = event_lines[path].parse(line) if path.suffix == ".jsonl" else [line.decode(errors="replace")]
                 yield from ((path.name, text) for text in lines)
         if not alive and (run.path.exists() or find_set_aside(run.path.parent, run.name) is None):
+            yield from [] if rank is not None or attempt is not None else _warnings(run)
             return
         time.sleep(_POLL_S if lock_holder(run) is not None else _POLL_ENGINE_S)
+
+
+def _warnings(run: RunFolder) -> Iterator[tuple[str, str]]:
+    """Yield what a run's losses say, which no process has logged if it was on a terminal."""
+    steps = history(read_run(run, "rank-0"))
+    divergence = find_divergence((event["step"], event.get("loss")) for event in steps)
+    if divergence is not None:
+        yield "warnings", divergence.text
 
 
 class _EventLines:

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from headway import __version__
 from headway.cli.lazy import LazyCommands
-from headway.errors import HeadwayError
+from headway.errors import INTERRUPTED, HeadwayError
 
 ENVIRONMENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 """Errors of disks and permissions, not bugs: reported without a traceback."""
@@ -112,7 +112,7 @@ def _options(
 
 
 def main() -> None:
-    """Run one command; exit with 0 done, 1 failed, 2 usage error, 75 stopped early and resumable."""
+    """Run one command; exit with 0 done, 1 failed, 2 usage error, 75 stopped early and resumable, 130 interrupted."""
     gc.set_threshold(50_000)  # imports leave no garbage: looking for it takes a tenth of a short verb's time
     if "_HEADWAY_COMPLETE" in os.environ:  # a shell asks, through the script of `headway completion`
         completion_init()
@@ -121,9 +121,10 @@ def main() -> None:
     except HeadwayError as error:
         _print_error(error.message, error.hint)
         sys.exit(error.exit_status)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED and _was_interrupted(ended):
+            print("interrupted", file=sys.stderr)
+        raise
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
@@ -132,6 +133,13 @@ def main() -> None:
             raise
         _print_error(f"{error.filename or 'writing'}: {error.strerror}", "free some space or choose another location")
         sys.exit(1)
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C led to an error: Typer turns it into an exit."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _print_error(message: str, hint: str | None) -> None:

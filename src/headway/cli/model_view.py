@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from headway.cli.text import byte_size, count, first_names, plural, shortened
+from headway.cli.text import byte_size, columns, count, first_names, plural, shortened
 from headway.errors import ModelError
 from headway.plan.model_summary import PARTS, ModelSummary, part_of
 from headway.recipe import Model, Train
@@ -15,7 +15,6 @@ from headway.recipe.rope import RotaryModel
 from headway.state.checkpoint_diff import TensorDifference
 from headway.state.weight_diff import tensor_mismatches
 
-WIDTH = 80
 SHOWN = 12
 KINDS = {"folder": "a Hugging Face folder", "recipe": "a recipe", "run": "a run", "checkpoint": "a checkpoint"}
 NEXT = {
@@ -90,7 +89,7 @@ def _fields(model: Model) -> dict[str, Any]:
 def show_lines(model: Model, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a model as text."""
     kind = document["model_type"]
-    yield shortened(f"{document['name']}: {KINDS[document['kind']]}", WIDTH)
+    yield shortened(f"{document['name']}: {KINDS[document['kind']]}", columns())
     yield _fact("family", f"{model.family} ({f'transformers: {kind}' if kind else 'not in transformers'})")
     yield from _shape_lines(model, document["windows"])
     yield _fact("parameters", f"{count(document['parameters'])} ({document['parameters']:,})")
@@ -166,7 +165,7 @@ def _template(template: Mapping[str, Any] | None) -> str:
         return "none"
     begins = "".join(letter if letter.isprintable() else " " for letter in template["begins"])
     start = f"{template['file']}, {template['letters']:,} characters: "
-    room = WIDTH - 11 - len(start)
+    room = columns() - 11 - len(start)
     return start + (begins if len(begins) <= room else f"{begins[: room - 3]}...")
 
 
@@ -226,13 +225,13 @@ def diff_lines(document: Mapping[str, Any]) -> Iterator[str]:
     if document["fields"]:
         yield f"  {'field':<22}{'first':<28}second"
     for key, (value_a, value_b) in document["fields"].items():
-        yield shortened(f"  {key:<22}{_short(value_a):<27} {_short(value_b)}", WIDTH)
+        yield shortened(f"  {key:<22}{_short(value_a):<27} {_short(value_b)}", columns())
     tensors = document["tensors"]
     for label, names in ((a, tensors["only_first"]), (b, tensors["only_second"])):
         if names:
             yield from _wrap(f"only in {label}: {first_names(names)}")
     for name, shapes in list(tensors["shapes"].items())[:SHOWN]:
-        yield shortened(f"  {name}: {' | '.join('x'.join(map(str, shape)) for shape in shapes)}", WIDTH)
+        yield shortened(f"  {name}: {' | '.join('x'.join(map(str, shape)) for shape in shapes)}", columns())
     if len(tensors["shapes"]) > SHOWN:
         yield f"  and {len(tensors['shapes']) - SHOWN:,} more of another shape (--json lists all)"
     pairs = [" | ".join(pair) for pair in tensors["dtypes"].values()]
@@ -260,7 +259,7 @@ def _value_lines(values: Mapping[str, Mapping[str, Any]] | None) -> Iterator[str
         differing = f"{values_of_part['differing']:,} of {values_of_part['elements']:,}"
         yield f"  {part:<16}{differing:>27}{values_of_part['absolute']:>10.2g}{values_of_part['relative']:>10.2g}"
         if values_of_part["worst"]:
-            yield shortened(f"    most in {values_of_part['worst']}", WIDTH)
+            yield shortened(f"    most in {values_of_part['worst']}", columns())
 
 
 def _verdict(document: Mapping[str, Any]) -> str:
@@ -283,12 +282,13 @@ def _verdict(document: Mapping[str, Any]) -> str:
 
 
 def _fact(label: str, text: str) -> str:
-    return shortened(f"{label:<10} {text}", WIDTH)
+    return shortened(f"{label:<10} {text}", columns())
 
 
 def _wrap(text: str) -> list[str]:
     return [
-        shortened(line, WIDTH) for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)
+        shortened(line, columns())
+        for line in textwrap.wrap(text, columns(), subsequent_indent="  ", break_long_words=False)
     ]
 
 

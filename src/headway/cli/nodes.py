@@ -3,12 +3,11 @@
 from dataclasses import asdict
 
 from headway.cli.options import EngineName, Json, Runs
-from headway.cli.text import print_json
+from headway.cli.text import columns, print_json
 from headway.cluster.engines import Machine
 from headway.cluster.engines.settings import reach_engine
 from headway.track import runs_root
 
-WIDTH = 80
 GIB = 2**30
 
 
@@ -32,5 +31,5 @@ def _table(machines: list[Machine]) -> list[str]:
         memory = f"{machine.memory_bytes / GIB:,.0f} GiB"
         row = f"{machine.name:{width}}  {machine.state:5}  {machine.gpus:>4}  {machine.gpus_free:>4}  {machine.cpus:>5}"
         rest = ",".join(machine.groups) + (f"  ({machine.reason})" if machine.reason else "")
-        rows.append(f"{row}  {memory:>8}  {rest}".rstrip()[:WIDTH])
+        rows.append(f"{row}  {memory:>8}  {rest}".rstrip()[: columns()])
     return [head.rstrip(), *rows]

@@ -1,10 +1,11 @@
 """`headway ps`: lists the active runs of this machine and their processes."""
 
 import time
+from textwrap import wrap
 
 from headway.agent.live_runs import LiveRun, list_live_runs
 from headway.cli.options import Json
-from headway.cli.text import duration, print_json
+from headway.cli.text import columns, duration, print_json
 from headway.track import RunSummary, summarize
 
 
@@ -24,7 +25,17 @@ def ps(json: Json = False) -> None:
 def _table(active: list[tuple[LiveRun, RunSummary]]) -> list[str]:
     width = max(len("run"), *(len(live.run.name) for live, _ in active))
     head = f"{'run':{width}}  {'step':>11}  {'agent':>7}  {'launcher':>8}  {'workers':>7}  {'memory':>8}  {'up':>8}"
-    return [head, *(line for live, summary in active for line in _rows(live, summary, width))]
+    lines = [head, *(line for live, summary in active for line in _rows(live, summary, width))]
+    if max(len(line) for line in lines if not line.startswith(" ")) > columns(200):  # names on lines of their own
+        lines = [part for line in lines for part in _split(line, width)]
+    return lines
+
+
+def _split(line: str, width: int) -> list[str]:
+    """Return a row of the table as two lines, and others wrapped."""
+    if line.startswith(" "):
+        return wrap(line, columns(), initial_indent="  ", subsequent_indent="  ", break_long_words=False)
+    return [line[:width].rstrip(), line[width + 2 :]]
 
 
 def _rows(live: LiveRun, summary: RunSummary, width: int) -> list[str]:

@@ -3,13 +3,14 @@
 import statistics
 import textwrap
 import time
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from headway.cli.options import Json, Run, Runs
 from headway.cli.run_sync import find_up_to_date
-from headway.cli.text import duration, print_json, short_seconds
+from headway.cli.text import columns, duration, print_json, short_seconds
 from headway.track import (
     AttemptTime,
     Ledger,
@@ -26,6 +27,7 @@ from headway.track import (
     runs_root,
     summarize,
 )
+from headway.track.divergence import find_divergence
 
 
 def report(run: Run, runs: Runs = None, json: Json = False) -> None:
@@ -38,14 +40,17 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
     ledger, exact = account(records), _exact(records)
     plan = read_plan(folder)
     check, replicas = _check_plan(plan, records), _replicas(folder, records)
+    divergence = find_divergence((event["step"], event.get("loss")) for event in history(records))
     if json:
         more = {"plan": _plan_document(check, ledger), "replicas": None if replicas is None else replicas._asdict()}
+        more |= {"divergence": None if divergence is None else asdict(divergence)}
         print_json(_document(folder, summarize(folder), ledger, exact) | more)
     else:
         if plan is not None and plan.assumed:
             check = None  # the CPU's speed is assumed: nothing to compare a measurement with
         peak = _facts(records).get("peak_source") or "the device's peak"
-        below = [*_unreadable(records), *_corruption(replicas)]
+        warnings = [] if divergence is None else [f"warning: {divergence.text}"]
+        below = [*warnings, *_unreadable(records), *_corruption(replicas)]
         print("\n".join(_text(summarize(folder), ledger, check, exact, str(peak), below)))
 
 
@@ -132,9 +137,10 @@ def _corruption(replicas: _Replicas | None) -> list[str]:
 
 
 def _wrap(line: str) -> list[str]:
-    """Wrap a line at 80 columns with a hanging indent."""
+    """Wrap a line at the width of the terminal, at most 80 columns, with a hanging indent."""
+    width = columns()
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.wrap(line, 80, subsequent_indent=indent, drop_whitespace=True) if len(line) > 80 else [line]
+    return textwrap.wrap(line, width, subsequent_indent=indent, drop_whitespace=True) if len(line) > width else [line]
 
 
 def _title(summary: RunSummary, ledger: Ledger) -> str:

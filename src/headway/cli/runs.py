@@ -7,8 +7,14 @@ from textwrap import wrap
 
 from headway.cli.options import Json, Runs
 from headway.cli.run_sync import is_elsewhere
-from headway.cli.text import duration, plural, print_json
+from headway.cli.text import columns, duration, plural, print_json
 from headway.track import FAILED, RunFolder, RunSummary, list_runs, runs_root, summarize
+
+COLUMNS = {"run": 3, "state": 11, "step": 9, "loss": 7, "on": 6, "started": 11, "took": 8}
+"""Columns, and how wide each is at least."""
+DROPPED = ("started", "took", "on", "loss")
+"""Columns that narrow terminals go without, in this order."""
+LEFT = ("run", "state", "started")
 
 
 def runs(runs: Runs = None, json: Json = False) -> None:
@@ -36,9 +42,8 @@ def _outdated(folders: list[RunFolder], summaries: list[RunSummary]) -> list[str
         return []
     what = f"{names[0]} is" if len(names) == 1 else f"{len(names)} runs are"
     which = names[0] if len(names) == 1 else "RUN"
-    return wrap(
-        f"note: {what} on other machines and may be further on: headway fetch {which}", 80, subsequent_indent="  "
-    )
+    text = f"note: {what} on other machines and may be further on: headway fetch {which}"
+    return wrap(text, columns(), subsequent_indent="  ")
 
 
 def _set_aside(root: Path) -> list[str]:
@@ -47,7 +52,7 @@ def _set_aside(root: Path) -> list[str]:
     if not count:
         return []
     text = f"note: {plural(count, 'run')} failed before the first step: headway runs --runs {root / FAILED}"
-    return wrap(text, 80, subsequent_indent="  ", break_long_words=False)
+    return wrap(text, columns(), subsequent_indent="  ", break_long_words=False)
 
 
 def _summary(run: RunFolder) -> RunSummary:
@@ -58,16 +63,21 @@ def _summary(run: RunFolder) -> RunSummary:
 
 
 def _table(summaries: list[RunSummary]) -> list[str]:
-    width = max(len("run"), *(len(summary.name) for summary in summaries))
-    head = f"{'run':{width}}  {'state':11}  {'step':>9}  {'loss':>7}  {'on':>6}  {'started':11}  {'took':>8}"
-    return [head, *(_row(summary, width) for summary in summaries)]
+    names = tuple(COLUMNS)
+    cells = [names, *(_cells(summary) for summary in summaries)]
+    widths = [max(least, *(len(row[i]) for row in cells)) for i, least in enumerate(COLUMNS.values())]
+    shown = list(range(len(COLUMNS)))
+    for name in DROPPED:  # as a narrow terminal has no room for all
+        if sum(widths[i] + 2 for i in shown) - 2 > columns(200):
+            shown.remove(names.index(name))
+    sides = ["<" if name in LEFT else ">" for name in names]
+    return ["  ".join(f"{row[i]:{sides[i]}{widths[i]}}" for i in shown).rstrip() for row in cells]
 
 
-def _row(summary: RunSummary, width: int) -> str:
+def _cells(summary: RunSummary) -> tuple[str, ...]:
     total = "" if summary.total_steps is None else f"/{summary.total_steps}"
     loss = "-" if summary.loss is None else f"{summary.loss:.4f}"
     on = "-" if summary.workers is None else f"{summary.workers} {summary.device}"
     started = "-" if summary.started is None else time.strftime("%m-%d %H:%M", time.localtime(summary.started))
-    took = duration(summary.seconds)
-    name = f"{summary.name:{width}}  {summary.state:11}"
-    return f"{name}  {f'{summary.step}{total}':>9}  {loss:>7}  {on:>6}  {started:11}  {took:>8}"
+    step = f"{summary.step}{total}"
+    return (summary.name, summary.state, step, loss, on, started, duration(summary.seconds))

@@ -22,7 +22,7 @@ from headway.cluster.submit.sweeps import (
     request_sweep,
     start_sweep,
 )
-from headway.errors import UsageError
+from headway.errors import INTERRUPTED, UsageError
 from headway.hardware import parse_on
 from headway.track import runs_root
 
@@ -149,7 +149,7 @@ def _wait(root: Path, sweep: Sweep, new: bool, json: bool) -> int:
         progress.end()
         print("stopped waiting; the runs continue", file=sys.stderr)
         print(f"next: headway sweep {sweep.name}, headway cancel {sweep.name}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     progress.end()
     _warn_if_outdated(records)
     print_json(document(sweep, outcome, records.trouble)) if json else print("\n".join(table(sweep, outcome)))

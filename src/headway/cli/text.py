@@ -1,9 +1,15 @@
 """How verbs print: JSON for programs, short numbers for people."""
 
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import to_json
+
+
+def columns(widest: int = 80) -> int:
+    """Return how wide text may be: the terminal's width, at most `widest`, which is also the width of a pipe."""
+    return max(40, min(widest, shutil.get_terminal_size((widest, 24)).columns))
 
 
 def print_json(value: Any) -> None:

@@ -21,9 +21,12 @@ from rich.text import Text
 from headway.agent import Attempt
 from headway.cli.text import count, duration, short_seconds
 from headway.track import RunFolder, RunPlan, Tail, record_path
+from headway.track.divergence import LossMonitor
 
 PLAIN_EVERY_S = 5.0
 SPEED_OVER_STEPS = 20
+SHORTEST_BAR = 10
+"""A shorter progress bar is left out."""
 NOTICES = 3
 """Notices shown at a time on a terminal."""
 GIB = 2**30
@@ -58,6 +61,7 @@ class LiveStatus:
     """What is wrong with the run's folder, from which the rest of this is read."""
     _step_in_trouble: int = 0
     _open: dict[str, int] = field(default_factory=dict)
+    _losses: LossMonitor = field(default_factory=LossMonitor)
 
     def follow(self, records: "RecordTail") -> None:
         """Apply what has been recorded since; nothing is read while the folder is in trouble."""
@@ -79,6 +83,9 @@ class LiveStatus:
                 self.last = event
                 self.recent.append((event["t"], event["tokens"]))
                 self._add_overhead("data stall", event["data"])
+                divergence = self._losses.add(event["step"], event.get("loss"))
+                if divergence is not None:
+                    self.notices.append(divergence.text)
             case "eval":
                 self.eval_loss, self.eval_step = event["loss"], event["step"]
             case "attempt":
@@ -246,8 +253,9 @@ class PlainLines:
 class LivePanel:
     """A few lines that redraw themselves."""
 
-    def __init__(self, status: LiveStatus, records: RecordTail, title: str, live: Live) -> None:
+    def __init__(self, status: LiveStatus, records: RecordTail, title: str, live: Live, width: int = 80) -> None:
         self._status, self._records, self._title, self._live = status, records, title, live
+        self._width = width
 
     def report_storage(self, trouble: str | None, step: int) -> None:
         """Show what the agent says about the run's folder."""
@@ -265,14 +273,13 @@ class LivePanel:
             lines.append(Text("starting: importing torch, building the model", style="dim"))
         else:
             left = status.seconds_left
-            row = Table.grid(padding=(0, 1))
-            row.add_row(
-                f"step {status.step}/{status.total_steps}",
-                ProgressBar(total=status.total_steps, completed=status.step, width=30),
-                f"{status.step / max(1, status.total_steps):.0%}",
-                f"ETA {duration(left)}" if left is not None else "",
-            )
-            lines += [row, Text(status.numbers())]
+            steps = f"step {status.step}/{status.total_steps}"
+            share = f"{status.step / max(1, status.total_steps):.0%}"
+            eta = f"ETA {duration(left)}" if left is not None else ""
+            row, room = Table.grid(padding=(0, 1)), self._width - len(f"{steps}  {share} {eta} ")
+            bar = [ProgressBar(total=status.total_steps, completed=status.step, width=min(30, room))]
+            row.add_row(steps, *(bar if room >= SHORTEST_BAR else []), share, eta)
+            lines += [row, *(Text(line) for line in fill_lines(status.numbers().split("  "), self._width))]
         if status.largest_overhead:
             account, seconds = status.largest_overhead
             lines.append(Text(f"largest overhead: {account} {seconds:.1f} s", style="dim"))
@@ -280,6 +287,17 @@ class LivePanel:
         if stops_asked:
             lines.append(Text(stopping_line(stops_asked, status.step), style="yellow"))
         return Group(*lines)
+
+
+def fill_lines(parts: list[str], width: int) -> list[str]:
+    """Return parts joined by two spaces, in as few lines as fit a width; no part is broken."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
 
 
 def stopping_line(stops_asked: int, step: int = 1) -> str:
@@ -327,7 +345,7 @@ def open_view(attempt: Attempt, quiet: bool) -> Iterator[LivePanel | PlainLines]
     console = Console(stderr=True)
     if console.is_terminal and not quiet:
         with Live(console=console, auto_refresh=False) as live:
-            yield LivePanel(status, records, title, live)
+            yield LivePanel(status, records, title, live, console.width)
         return
     lines = PlainLines(status, records, title)
     yield lines

@@ -118,12 +118,14 @@ def build_dataset(
     files = find_sources(sources, exclude=options.exclude, format=options.reading.format)
     origin = _origin(files, options)
     existing = _already_built(target, origin)
+    note = on_note or (lambda _: None)
     if existing is not None:
+        _check_vocabulary(existing.manifest.vocab_size, options, note)
         return existing
 
     reader = _Reader(files, options.reading, progress or (lambda _: None))
     tokenizer = _tokenizer(reader, options)
-    note = on_note or (lambda _: None)
+    _check_vocabulary(tokenizer.vocab_size, options, note)
 
     def encode_all(encoders: _OpenEncoders, library: str) -> BuildResult:
         """Encode everything into a new folder, and rename it into place."""
@@ -229,6 +231,12 @@ def _tokenizer(reader: "_Reader", options: BuildOptions) -> TextTokenizer:
     if options.tokenizer is None:
         return train_tokenizer(reader.sample(TRAIN_BYTES), options.vocab_size)
     return load_tokenizer(options.tokenizer, end_of_text=options.end_of_text, special_tokens=options.special_tokens)
+
+
+def _check_vocabulary(size: int, options: BuildOptions, note: Callable[[str], None]) -> None:
+    """Say so if the text has fewer different pieces than were asked for."""
+    if options.tokenizer is None and size < options.vocab_size:
+        note(f"the text gives a vocabulary of {size:,}, not the {options.vocab_size:,} of --vocab-size: it has no more")
 
 
 def _write(

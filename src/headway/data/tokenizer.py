@@ -4,9 +4,12 @@ Text is only text: a document that contains `<|endoftext|>` gets the tokens of t
 only ends documents, unless special tokens are to be parsed in text.
 """
 
+import atexit
 import functools
 import os
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.data.sources import TextBlock
-from headway.errors import DataError
+from headway.errors import INTERRUPTED, DataError
 
 END_OF_TEXT = "<|endoftext|>"
 """The token that ends a document, in tokenizers trained here."""
@@ -92,11 +95,40 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    raw.train_from_iterator(texts, trainer)
+    _train(raw, texts, trainer)
     raw.encode_special_tokens = True
     end_of_text = raw.token_to_id(END_OF_TEXT)
     assert end_of_text is not None, "it is one of the trainer's special tokens"
     return TextTokenizer(raw, end_of_text)
+
+
+def _train(raw: Any, texts: Iterable[str], trainer: Any) -> None:
+    """Train in a thread: Ctrl-C, which Python sees only between its own instructions, need not wait for the end."""
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            raw.train_from_iterator(texts, trainer)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        atexit.register(_exit_beside, thread)
+        raise
+    if errors:
+        raise errors[0]
+
+
+def _exit_beside(thread: threading.Thread) -> None:
+    """End an interrupted process whose thread is not in Python: the interpreter cannot end beside it."""
+    if thread.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
 
 
 def load_tokenizer(

@@ -1,0 +1,72 @@
+"""Notices a run whose loss has risen and stays high: `find_divergence(losses)`, pure."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+WINDOW = 16
+"""A level is the median of so many losses: spikes of up to half as many steps do not move it."""
+FIRST = 3
+"""The level before training is the largest of the first losses."""
+FACTOR, RISE, SPREADS = 1.5, 0.5, 3.0
+"""A level is high above the best one by this factor, by this much, and by so many spreads of the losses there: the
+medians of a noisy but steady loss range over less (the largest of 20,000 is two spreads above the smallest)."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A loss that has risen and stays high."""
+
+    step: int
+    """The step at which it was noticed."""
+    level: float
+    """The usual loss of the last steps."""
+    best: float
+    """What it was at best."""
+
+    @property
+    def text(self) -> str:
+        """It in one sentence."""
+        return (
+            f"the loss diverges: about {self.level:.4g} up to step {self.step}, {self.best:.4g} at best; "
+            "lower train.lr, or raise train.warmup_steps"
+        )
+
+
+@dataclass
+class LossMonitor:
+    """The same loss by loss."""
+
+    is_high: bool = False
+    """Whether the loss is high now."""
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _best: float = math.inf
+    _spread: float = 0.0
+
+    def add(self, step: int, loss: float | None) -> Divergence | None:
+        """Take the loss of a step; return a divergence when it begins. One that is not finite says nothing here."""
+        if loss is None or not math.isfinite(loss):
+            return None
+        self._recent.append(loss)
+        if math.isinf(self._best) and len(self._recent) == FIRST:
+            self._best = max(self._recent)
+        if len(self._recent) < WINDOW:
+            return None
+        level, best = statistics.median_low(self._recent), self._best
+        was_high = self.is_high
+        self.is_high = level > best + max((FACTOR - 1) * abs(best), RISE, SPREADS * self._spread)
+        if level <= best:
+            self._best = level
+            self._spread = 1.4826 * statistics.median_low(abs(value - level) for value in self._recent)
+        return Divergence(step, level, best) if self.is_high and not was_high else None
+
+
+def find_divergence(losses: Iterable[tuple[int, float | None]]) -> Divergence | None:
+    """Return the last divergence of a run's losses, in the order of its steps, unless the loss has come down again."""
+    monitor, last = LossMonitor(), None
+    for step, loss in losses:
+        begun = monitor.add(step, loss)
+        last = begun or (last if monitor.is_high else None)
+    return last
