@@ -4,7 +4,7 @@ import pytest
 from headway.errors import StateError, UsageError
 from headway.recipe import Store
 from headway.state import CheckpointFacts, Piece, begin_checkpoint, commit, read_box, shard_name, write_shard
-from headway.state.address import address_in_store, is_in_store, open_address, store_url
+from headway.state.address import address_in_store, is_in_store, open_address, split_address, store_url
 
 BITS = np.arange(6, dtype="<u4").reshape(2, 3)
 
@@ -31,6 +31,23 @@ def test_the_address_of_a_step_is_that_of_its_folder():
 def test_store_url_appends_the_run_name():
     for url in ("s3://bucket/runs", "s3://bucket/runs/"):
         assert store_url(Store(url=url), "run-1") == "s3://bucket/runs/run-1"
+
+
+@pytest.mark.parametrize(
+    ("address", "want"),
+    [
+        ("s3://bucket/runs/a", ("s3://bucket/runs/a", None)),
+        ("s3://bucket/runs/a/", ("s3://bucket/runs/a", None)),
+        ("s3://bucket/runs/a/step-00000012", ("s3://bucket/runs/a", 12)),
+        ("s3://bucket/runs/a/step-12/", ("s3://bucket/runs/a", 12)),
+        ("s3://bucket/runs/a@12", ("s3://bucket/runs/a", 12)),
+        ("file:///folder/a@12", ("file:///folder/a", 12)),
+        ("file:///me@home/a/step-12", ("file:///me@home/a", 12)),
+        ("s3://me:secret@12", ("s3://me:secret@12", None)),
+    ],
+)
+def test_addresses_are_split_into_run_and_step(address, want):
+    assert split_address(address) == want
 
 
 def test_a_folder_is_opened(tmp_path):

@@ -28,6 +28,8 @@ from headway.state import (
     verify_checkpoint,
     write_shard,
 )
+from headway.state.manifest import dump_manifest
+from headway.state.object_store import open_store
 
 RECIPE = Recipe.model_validate(
     {
@@ -361,3 +363,71 @@ def test_custom_models_are_not_exported(run: Path, tmp_path: Path) -> None:
     _, error = call(run, "export", "demo", tmp_path / "out")
     assert isinstance(error, ModelError)
     assert "only Headway's own decoders" in error.message
+
+
+# -- addresses in a store
+
+
+@pytest.fixture
+def stored(run: Path, tmp_path: Path) -> str:
+    """The address of the run in a store, with both of its checkpoints."""
+    url = f"{(tmp_path / 'store').as_uri()}/demo"
+    for folder in sorted((run / "checkpoints").iterdir()):
+        manifest = open_checkpoint(folder).manifest
+        files = {
+            name: file.model_copy(update={"key": f"{folder.name}-writer/{name}"})
+            for name, file in manifest.files.items()
+        }
+        for name, file in files.items():
+            open_store(url).put(file.key, memoryview((folder / name).read_bytes()))
+        content = dump_manifest(manifest.model_copy(update={"files": files}))
+        open_store(url).put(f"{folder.name}.json", memoryview(content))
+    return url
+
+
+def test_ls_of_a_store_shows_workers_and_digests(run: Path, stored: str) -> None:
+    on_disk = json.loads(call(run, "ls", run.name, "--json")[0])["checkpoints"]
+    rows = json.loads(call(run, "ls", stored, "--json")[0])["checkpoints"]
+    for key in ("step", "workers", "digest", "chain", "tensors", "bytes"):
+        assert [row[key] for row in rows] == [row[key] for row in on_disk], key
+    table, error = call(run, "ls", stored)
+    assert error is None
+    assert [line.split()[-1] for line in table.splitlines()[1:3]] == [row["digest"][:16] for row in rows]
+    assert f"next: headway checkpoint verify {stored}" in table
+    (only,) = json.loads(call(run, "ls", f"{stored}/step-20", "--json")[0])["checkpoints"]
+    assert only["step"] == 20
+    path = Path(stored.removeprefix("file://")) / "step-00000010.json"
+    path.write_text("{")
+    damaged, intact = json.loads(call(run, "ls", stored, "--json")[0])["checkpoints"]
+    assert "damaged" in damaged["damage"]
+    assert "damage" not in intact
+
+
+@pytest.mark.parametrize("end", ["", "/", "/step-20", "/step-00000020/", "@20"])
+def test_verify_and_show_take_any_address_of_a_run_or_step(run: Path, stored: str, end: str) -> None:
+    output, error = call(run, "verify", stored + end, "--json")
+    assert getattr(error, "code", 0) == 0, output
+    results = json.loads(output)["checkpoints"]
+    assert [result["step"] for result in results] == ([20] if "20" in end else [10, 20])
+    assert {result["workers"] for result in results} == {2}
+    digest = open_checkpoint(run / "checkpoints" / "step-00000020").manifest.digest
+    assert results[-1]["digest"] == digest
+    text, _ = call(run, "verify", stored + end)
+    assert f"ok, 2 workers, {results[-1]['tensors']} tensors" in text
+    assert digest[:16] in text
+    assert json.loads(call(run, "show", stored + end, "--json")[0])["digest"] == digest
+
+
+def test_verify_of_a_store_names_damage_and_absence(run: Path, stored: str) -> None:
+    shard = next(Path(stored.removeprefix("file://")).glob("step-00000020-*/rank-00001.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    output, error = call(run, "verify", stored)
+    assert "step 10: ok" in output
+    assert "rank-00001.safetensors is damaged" in output
+    assert isinstance(error, StateError)
+    assert "1 of 2 checkpoints" in error.message
+    _, error = call(run, "verify", f"{stored}-none")
+    assert isinstance(error, StateError)
+    assert "there is no checkpoint at" in error.message

@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,24 +20,26 @@ from headway.cli.checkpoint_view import (
     tensor_rows,
 )
 from headway.cli.options import Json, Runs, complete_run
-from headway.cli.text import byte_size, print_json
+from headway.cli.text import byte_size, plural, print_json
 from headway.errors import DamagedState, DataError, HeadwayError, ModelError, StateError, UsageError
 from headway.recipe import Recipe
 from headway.recipe.huggingface import read_model
 from headway.recipe.upgrade import upgrade_recipe
 from headway.state import OpenCheckpoint, find_checkpoint, list_checkpoints, open_checkpoint, verify_checkpoint
-from headway.state.address import address_in_store, is_in_store, open_address, store_url
+from headway.state.address import address_in_store, is_in_store, open_address, split_address, store_url
 from headway.state.checkpoint_diff import diff_checkpoints
 from headway.state.hf_import import import_run
 from headway.state.huggingface import TokenizerFile, saved_weights, stored_weights, write_folder
+from headway.state.manifest import CheckpointManifest, parse_manifest
 from headway.state.object_store import open_store
-from headway.state.store_checkpoint import list_remote
+from headway.state.store_checkpoint import StoreCheckpoint, list_remote
 from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
 
 app = typer.Typer(help="List, verify, compare, export and import checkpoints.", no_args_is_help=True)
 
 STORE_PATIENCE_S = 10.0
-REF = "A run's name, a unique prefix of it or `last`, and a step; or a checkpoint's path."
+MANIFESTS_AT_A_TIME = 8
+REF = "A run's name, a unique prefix of it or `last`, and a step; a checkpoint's path; or s3://bucket/RUN, and a step."
 Ref = Annotated[str, typer.Argument(metavar="RUN[@STEP]", autocompletion=complete_run, help=REF)]
 
 
@@ -54,7 +57,7 @@ def list_command(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|URL", autocompletion=complete_run, help="A run, or its address in a store (s3://bucket/RUN)."
+            metavar="RUN|URL", autocompletion=complete_run, help="A run, or its address in a store: s3://bucket/RUN."
         ),
     ],
     runs: Runs = None,
@@ -62,10 +65,10 @@ def list_command(
 ) -> None:
     """List a run's checkpoints, oldest first."""
     if is_in_store(run):
-        name, rows = run, _rows_at(run.rstrip("/"))
+        name, rows = run, _with_facts(_rows_at(run))
     else:
         folder = find_run(runs_root(runs), run)
-        name, rows = folder.name, [*_rows_of_disk(folder), *_rows_of_store(folder)]
+        name, rows = folder.name, [*_rows_of_disk(folder), *_with_facts(_rows_of_store(folder))]
         rows.sort(key=lambda row: (int(row["step"]), row["tier"]))
     if json:
         print_json({"run": name, "checkpoints": rows})
@@ -73,7 +76,7 @@ def list_command(
         print(f"{name} has no checkpoint yet")
     else:
         print("\n".join(list_lines(rows)))
-        print(f"next: headway checkpoint {'show ' + rows[-1]['path'] if is_in_store(run) else 'verify ' + name}")
+        print(f"next: headway checkpoint verify {name}")
 
 
 @app.command("verify")
@@ -224,8 +227,10 @@ def import_command(
 
 def _find_checkpoint(ref: str, runs: Path | None) -> NamedCheckpoint:
     """Return the checkpoint of a run's step, a run's newest, or the one at a path."""
+    if is_in_store(ref):
+        return _checkpoints_at(ref)[-1]
     if "/" in ref:
-        if not is_in_store(ref) and not Path(ref).is_dir():
+        if not Path(ref).is_dir():
             raise UsageError(f"no folder {ref}", hint="give a run's name without a path: headway runs")
         return NamedCheckpoint(ref, None, ref)
     name, step = parse_ref(ref)
@@ -239,6 +244,8 @@ def _find_checkpoint(ref: str, runs: Path | None) -> NamedCheckpoint:
 
 def _find_checkpoints(ref: str, runs: Path | None) -> tuple[str, list[NamedCheckpoint]]:
     """Return a reference's name and its checkpoint, or all of the run's if it names no step."""
+    if is_in_store(ref):
+        return ref, _checkpoints_at(ref)
     if "/" in ref:
         return ref, [_find_checkpoint(ref, runs)]
     name, step = parse_ref(ref)
@@ -248,6 +255,19 @@ def _find_checkpoints(ref: str, runs: Path | None) -> tuple[str, list[NamedCheck
     newest = find_checkpoint(folder.checkpoints, step)
     entries = [entry for entry in list_checkpoints(folder.checkpoints) if step is None or entry.path == newest]
     return folder.name, [NamedCheckpoint(f"step {entry.step}", entry.step, str(entry.path)) for entry in entries]
+
+
+def _checkpoints_at(address: str) -> list[NamedCheckpoint]:
+    """Return the checkpoints at an address in a store, oldest first: that of its step, or all of the run's."""
+    url, step = split_address(address)
+    if step is not None:
+        return [NamedCheckpoint(address, step, address_in_store(url, step))]
+    rows = _rows_at(address)
+    if not rows:
+        raise StateError(
+            f"there is no checkpoint at {url}", hint="the address is checkpoint.store.url and the run's name"
+        )
+    return [NamedCheckpoint(f"step {row['step']}", row["step"], row["path"]) for row in rows]
 
 
 def _in_store(folder: RunFolder, step: int | None) -> NamedCheckpoint | None:
@@ -280,8 +300,9 @@ def _rows_of_store(run: RunFolder) -> list[dict[str, Any]]:
         return [{"step": -1, "tier": "store", "path": store_url(rules, run.name), "damage": error.message}]
 
 
-def _rows_at(url: str) -> list[dict[str, Any]]:
-    """Return rows of a run's address in an object store, by its listing alone."""
+def _rows_at(address: str) -> list[dict[str, Any]]:
+    """Return rows of a run's address in an object store, or of one step there, by its listing alone."""
+    url, step = split_address(address)
     return [
         {
             "step": entry.step,
@@ -291,7 +312,25 @@ def _rows_at(url: str) -> list[dict[str, Any]]:
             "saved": entry.saved.timestamp(),
         }
         for entry in list_remote(open_store(url, patience_s=STORE_PATIENCE_S))
+        if step in (None, entry.step)
     ]
+
+
+def _with_facts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add workers, digest and so on from the manifests of stored checkpoints; a damaged one has its error."""
+
+    def describe(row: dict[str, Any]) -> dict[str, Any]:
+        if "damage" in row:
+            return row
+        try:
+            url, step = split_address(row["path"])
+            source = StoreCheckpoint(open_store(url, patience_s=STORE_PATIENCE_S), int(step or 0))
+            return row | _facts(parse_manifest(source.manifest(), row["path"])) | {"bytes": row["bytes"]}
+        except StateError as error:
+            return row | {"damage": error.message}
+
+    with ThreadPoolExecutor(MANIFESTS_AT_A_TIME, thread_name_prefix="manifests") as pool:
+        return list(pool.map(describe, rows))
 
 
 def _rows_of_disk(run: RunFolder) -> list[dict[str, Any]]:
@@ -302,15 +341,17 @@ def _rows_of_disk(run: RunFolder) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"step": entry.step, "tier": "disk", "path": str(entry.path)}
         try:
             opened = open_checkpoint(entry.path)
-            row |= _describe(opened) | {"saved": _saved(entry.path), "shared_bytes": _shared(opened, entry.path, seen)}
+            row |= _facts(opened.manifest) | {
+                "saved": _saved(entry.path),
+                "shared_bytes": _shared(opened, entry.path, seen),
+            }
         except StateError as error:
             row |= {"damage": error.message}
         rows.append(row)
     return rows
 
 
-def _describe(checkpoint: OpenCheckpoint) -> dict[str, Any]:
-    manifest = checkpoint.manifest
+def _facts(manifest: CheckpointManifest) -> dict[str, Any]:
     return {
         "bytes": manifest.bytes,
         "tensors": len(manifest.tensors),
@@ -341,14 +382,19 @@ def _verify(checkpoint: NamedCheckpoint, quiet: bool) -> dict[str, Any]:
     """Verify a checkpoint and print the result."""
     try:
         with progress_bar(checkpoint.label, quiet=quiet) as progress:
-            verified = verify_checkpoint(CountingSource(open_address(checkpoint.address).source, progress))
+            opened = open_address(checkpoint.address)
+            verified = verify_checkpoint(CountingSource(opened.source, progress))
     except StateError as error:
         if is_in_store(checkpoint.address) and not isinstance(error, DamagedState):
             raise  # missing or no answer: not damage
         line, result = error.message, {"step": checkpoint.step, "ok": False, "damage": error.message}
     else:
-        line = f"ok, {verified.tensors} tensors, {byte_size(verified.bytes)}, digest {verified.digest[:16]}"
-        result = {"ok": True, **asdict(verified)}
+        workers = opened.manifest.workers
+        sizes = f"{plural(workers, 'worker')}, {verified.tensors} tensors, {byte_size(verified.bytes)}"
+        line, result = (
+            f"ok, {sizes}, digest {verified.digest[:16]}",
+            {"ok": True, **asdict(verified), "workers": workers},
+        )
     if not quiet:
         print(f"{checkpoint.label}: {line}", flush=True)
     return {"path": checkpoint.address, **result}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from headway.agent.nodes.store_lease import lease_in_store
 from headway.agent.remote.store_mirror import fetch_run, remove_stale_folder
-from headway.errors import RunError, StateError
-from headway.state.address import is_in_store, store_url
+from headway.errors import RunError, StateError, UsageError
+from headway.state.address import is_in_store, split_address, store_url
 from headway.track import RunFolder, find_run, read_recipe, runs_root
 
 
@@ -17,6 +17,8 @@ def folder_of(run: str, runs: Path | None, *, alone: bool = False) -> tuple[RunF
 
     A caller that resumes the run `alone` asks the store even if the folder is here: other machines may be further on.
     """
+    if is_in_store(run) and (parts := split_address(run))[1] is not None:
+        raise UsageError(f"{run} is a checkpoint, not a run", hint=f"the run's address is {parts[0]}")
     if not is_in_store(run):
         folder = find_run(runs_root(runs), run)
         url = _address_with_lease(folder) if alone else None

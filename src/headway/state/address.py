@@ -7,7 +7,7 @@ from headway.errors import UsageError
 from headway.recipe import Store
 from headway.state.read_checkpoint import OpenCheckpoint, open_checkpoint
 
-_IN_STORE = re.compile(r"([a-z][a-z0-9]*://.+)/step-(\d+)")
+_IN_STORE = re.compile(r"([a-z][a-z0-9]*://.+)/step-(\d+)/?|([a-z][a-z0-9]*://[^/@]*/[^@]+)@(\d+)")
 
 
 def is_in_store(address: str) -> bool:
@@ -18,6 +18,12 @@ def is_in_store(address: str) -> bool:
 def address_in_store(url: str, step: int) -> str:
     """Return the address of a step's checkpoint under the URL of a run."""
     return f"{url}/step-{step:08d}"
+
+
+def split_address(address: str) -> tuple[str, int | None]:
+    """Split an address in a store into the run's, and the step that `/step-100` or `@100` names, if any."""
+    match = _IN_STORE.fullmatch(address)
+    return (address.rstrip("/"), None) if match is None else (match[1] or match[3], int(match[2] or match[4]))
 
 
 def store_url(rules: Store, run: str) -> str:
@@ -33,8 +39,8 @@ def open_address(address: str) -> OpenCheckpoint:
     from headway.state.object_store import open_store
     from headway.state.store_checkpoint import StoreCheckpoint
 
-    match = _IN_STORE.fullmatch(address)
-    if match is None:
+    url, step = split_address(address)
+    if step is None:
         open_store(address)  # raises if the URL itself is wrong, without repeating a password
         raise UsageError(f"{address} is not a checkpoint address", hint="for example s3://bucket/prefix/RUN/step-100")
-    return open_checkpoint(StoreCheckpoint(open_store(match[1]), int(match[2])))
+    return open_checkpoint(StoreCheckpoint(open_store(url), step))

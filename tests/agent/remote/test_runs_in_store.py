@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,14 +21,16 @@ from typing import Any
 import pytest
 
 from conftest import Lab, Lived, assert_same
-from headway.agent import new_run, resume_run
+from headway.agent import AttemptOutcome, new_run, resume_run
+from headway.agent.remote.store_mirror import fetch_run
 from headway.agent.workers.zygote import ZygoteClient
 from headway.errors import RunError, StateError, UsageError
-from headway.recipe import FaultPlan
+from headway.recipe import FaultPlan, to_toml
 from headway.state import object_store as store_module
 from headway.state import verify_checkpoint
 from headway.state.object_store import ObjectStore, open_store
 from headway.state.store_checkpoint import StoreCheckpoint, list_remote
+from headway.track import RunFolder
 
 sys.path.append(str(Path(__file__).parents[2] / "state"))
 import s3
@@ -160,6 +163,52 @@ def test_store_that_is_down_costs_only_its_copies(lab, recipe, undisturbed, monk
         assert not any(secret in str(event) for secret in s3.SECRETS)
     assert [verify_checkpoint(path).step for path in sorted(result.run.checkpoints.iterdir())] == [2, 4, 6, 8]
     assert digests(result, "checkpoint") == digests(undisturbed, "checkpoint")
+
+
+def test_run_that_uploads_resumes_on_a_bare_machine(
+    lab: Lab, recipe, folder_url: str, undisturbed: Lived, make_lab, tmp_path: Path
+) -> None:
+    """By its address alone, with its history: nothing of the first machine is left."""
+    lost = lose_machine(lab, recipe, 1, folder_url)
+    shutil.rmtree(lab.root)
+    elsewhere = make_lab(tmp_path / "elsewhere")
+    run = fetch_run(f"{folder_url}/{lost.run.name}", elsewhere.root)
+    assert [event["step"] for event in Lived(run, lost.outcome).events("step")] == [1, 2, 3, 4, 5, 6]
+    result = elsewhere.resume(run)
+    assert_same(result, undisturbed)
+    assert [event["from_step"] for event in result.events("attempt", "agent")] == [0, 6]
+
+
+@pytest.mark.slow
+def test_resume_takes_the_s3_address_of_any_run_that_uploads(proxy: s3.Proxy, recipe, tmp_path: Path) -> None:
+    proxy.calm()
+    (tmp_path / "r.toml").write_text(to_toml(recipe(SETTINGS | {"train.steps": 6, "checkpoint.store": rules(S3_URL)})))
+
+    def headway(*words: str) -> "subprocess.CompletedProcess[str]":
+        program = [sys.executable, "-c", "from headway.cli.main import main; main()", *words]
+        return subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+
+    assert headway("train", "r.toml", "--name", "a", "--workers", "1", "--runs", "first").returncode == 0
+    shutil.rmtree(tmp_path / "first")
+    address = f"{S3_URL}/a"
+    listed = headway("checkpoint", "ls", address)
+    assert [line.split()[0] for line in listed.stdout.splitlines()[1:3]] == ["4", "6"], listed
+    assert all(" 1 " in line for line in listed.stdout.splitlines()[1:3])
+    verified = headway("checkpoint", "verify", address)
+    assert "step 6: ok, 1 worker, " in verified.stdout, verified
+    resumed = headway("resume", address, "--set", "train.steps=8", "--runs", "second")
+    assert resumed.returncode == 0, resumed.stderr
+    run = Lived(RunFolder(tmp_path / "second" / "a"), AttemptOutcome("finished", "", None))
+    assert [event["from_step"] for event in run.events("attempt", "agent")] == [0, 6]
+    assert [event["step"] for event in run.events("step")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    bare = open_store(address)
+    bare.delete([item.key for item in bare.list("folder")])
+    refused = headway("resume", address, "--runs", "third")
+    assert refused.returncode == 1
+    assert f"no run metadata at {address}, but checkpoints 4-8 exist" in refused.stderr
+    command = refused.stderr.partition("hint:")[2].partition(" starts a run")[0].split()
+    assert command[:3] == ["headway", "train", "--from"]
+    assert headway(*command[1:], "--runs", "third", "--set", "train.steps=9").returncode == 0
 
 
 def test_checkpoint_damaged_in_the_store_is_skipped(lab: Lab, recipe, folder_url: str) -> None:

@@ -269,6 +269,34 @@ def test_fetching_a_missing_run_fails_and_creates_nothing(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("steps", "which"), [([200], "checkpoint 200 exists"), ([100, 200], "checkpoints 100-200 exist")]
+)
+def test_checkpoints_without_run_metadata_are_named_with_the_command_that_uses_them(
+    tmp_path: Path, monkeypatch, capsys, steps: list[int], which: str
+) -> None:
+    url = f"file://{tmp_path}/store/r"
+    for step in steps:
+        open_store(url).put(f"step-{step:08d}.json", memoryview(b"{}"))
+    for verb in (["fetch", f"{url}/"], ["resume", url]):
+        monkeypatch.setattr("sys.argv", ["headway", *verb, "--runs", str(tmp_path / "here")])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        error = capsys.readouterr().err
+        assert (exited.value.code, f"no run metadata at {url}, but {which}" in error) == (1, True)
+        assert f"headway train --from {url}/step-00000200 --name r-2 " in error
+    assert not (tmp_path / "here").exists()
+
+
+def test_resume_of_a_checkpoints_address_names_the_runs(tmp_path: Path, monkeypatch, capsys) -> None:
+    for step in ("/step-200", "@200"):
+        monkeypatch.setattr("sys.argv", ["headway", "resume", f"s3://bucket/r{step}", "--runs", str(tmp_path)])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        assert exited.value.code == 2
+        assert "the run's address is s3://bucket/r" in capsys.readouterr().err
+
+
 def test_start_failure_of_an_agent_reaches_the_submitting_machine(recipe, tmp_path: Path, monkeypatch, capsys) -> None:
     """Its data is not on that machine, where the job's own log stays too."""
     url = f"file://{tmp_path}/store"

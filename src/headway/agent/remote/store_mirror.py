@@ -6,12 +6,13 @@
                                     sizes, then the bytes
 
 Objects cannot be appended to, and putting a whole record again would cost more every hour. So only what is new is put:
-when there is enough of it or a while has passed, before a checkpoint, when an attempt starts and at the end. Pieces
-carry their offsets and make the same files in whatever order they are read. `fetch_run` makes the folder and remembers
-there what it has fetched, so that the next call fetches only what is new.
+before a checkpoint and at the end; if machines share no folder, also when there is enough of it or a while has passed,
+and when an attempt starts. Pieces carry their offsets and make the same files in whatever order they are read.
+`fetch_run` makes the folder and remembers there what it has fetched, so that the next call fetches only what is new.
 """
 
 import contextlib
+import functools
 import json
 import mmap
 import os
@@ -21,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -35,7 +35,9 @@ from headway.agent.remote.bundle import (
     stored_record_path,
 )
 from headway.errors import RunError, StateError
+from headway.state.address import address_in_store
 from headway.state.object_store import ObjectStore, open_store
+from headway.state.store_checkpoint import list_remote
 from headway.track import RunFolder, lock_holder, write_json
 
 FOLDER, RECORDS, SAID = "folder", "records", "said"
@@ -45,6 +47,8 @@ OBJECT_BYTES = 4 << 20
 """As soon as this much is new it is put; also the most per object."""
 LOG_BYTES = 1 << 20
 """At most this much of each log is put; records are put as a whole."""
+COPY_S = 10.0
+"""How long each request for the copy of a run with a shared folder may take: its checkpoint matters more."""
 LAST_S = 60.0
 """How long the end of a run waits for the store."""
 _MIRRORED = "mirrored.json"
@@ -53,17 +57,70 @@ _SAID_KEY = re.compile(rf"{SAID}/rank-\d{{1,7}}")
 _RECORDS_KEY = re.compile(rf"{RECORDS}/\d{{6,}}-\d{{8,}}")
 
 
+class RunCopy:
+    """The copy of a run's small files and records in its store."""
+
+    def __init__(self, run: RunFolder, url: str, number: int = 0, patience_s: float = COPY_S) -> None:
+        """`number` is that of the lease, 0 without one."""
+        self._run, self._url, self._number, self._patience_s = run, url, number, patience_s
+        self.sent = _read_mirrored(run)
+        """How much of each record is there."""
+        self._stamps, self._known = FileStamps(), dict[str, tuple[int, str]]()
+        self._count = time.time_ns() // 1_000_000  # agents that share a lease must not reuse numbers
+        self._problem = ""
+        self.reached = False
+        """Whether the last attempt to put something succeeded."""
+
+    @functools.cached_property
+    def _store(self) -> ObjectStore:
+        return open_store(self._url, patience_s=self._patience_s)
+
+    def update(self, allowed: Callable[[], bool] = lambda: True) -> None:
+        """Put what is new if it is `allowed`; report a problem once: whatever it is, training continues."""
+        problem = ""
+        try:
+            if allowed():
+                self._put_new()
+        except Exception as error:
+            problem = f"cannot put records into the store: {error}"
+        if problem and problem != self._problem:
+            print(problem, file=sys.stderr, flush=True)
+        self._problem, self.reached = problem, not problem
+
+    def close(self) -> None:
+        """Put the end of the records, if the store has answered last time."""
+        if self.reached:
+            self.update()
+
+    def _put_new(self) -> None:
+        put_folder(self._run, self._store, self._stamps, self._known)
+        while new := list(_grown(self._run, self.sent)):
+            head, body = list[tuple[str, int, int]](), bytearray()
+            for name, size in new:
+                offset = self.sent.get(name, 0)
+                with (self._run.path / name).open("rb") as file:
+                    content = os.pread(file.fileno(), min(size, OBJECT_BYTES - len(body)), offset)
+                head.append((name, offset, len(content)))
+                body += content
+                if len(body) >= OBJECT_BYTES:
+                    break
+            piece = json.dumps({"files": head}).encode() + b"\n" + bytes(body)
+            self._count += 1
+            self._store.put(f"{RECORDS}/{self._number:06d}-{self._count:014d}", memoryview(piece))
+            for name, offset, size in head:
+                self.sent[name] = offset + size
+            write_json(self._run.path / _MIRRORED, self.sent)
+
+
 class StoreMirror:
-    """The leader's thread that puts what is new."""
+    """The leader's thread that keeps the copy of a run up to date, if its machines share no folder."""
 
     def __init__(self, run: RunFolder, url: str, number: int, allowed: Callable[[], bool]) -> None:
         """`number` is that of the lease; nothing is put while `allowed` returns False."""
-        self._run, self._number, self._allowed = run, number, allowed
-        self._sent, self._stamps, self._put = _read_mirrored(run), FileStamps(), dict[str, tuple[int, str]]()
-        self._count, self._last = time.time_ns() // 1_000_000, 0.0  # agents that share a lease must not reuse numbers
+        self._run, self._allowed, self._last = run, allowed, 0.0
+        self._copy = RunCopy(run, url, number, LAST_S / 2)
         self._ended, self._wake = False, threading.Event()
         self._flushes: SimpleQueue[threading.Event] = SimpleQueue()
-        self._store, self._problem = open_store(url, patience_s=LAST_S / 2), ""
         self._thread = threading.Thread(target=self._mirror, name="mirror", daemon=True)
         self._thread.start()
 
@@ -88,9 +145,9 @@ class StoreMirror:
             ended, waiting = self._ended, list[threading.Event]()
             while not self._flushes.empty():
                 waiting.append(self._flushes.get())
-            new = dict(_grown(self._run, self._sent))
+            new = dict(_grown(self._run, self._copy.sent))
             due = self._last + EVERY_S < time.monotonic() or sum(new.values()) > OBJECT_BYTES
-            new_attempt = any(name not in self._sent and name.endswith("-agent.jsonl") for name in new)
+            new_attempt = any(name not in self._copy.sent and name.endswith("-agent.jsonl") for name in new)
             if ended or due or new_attempt or waiting:
                 self._try_put()
             for done in waiting:
@@ -99,35 +156,9 @@ class StoreMirror:
                 return
 
     def _try_put(self) -> None:
-        """Put what is new, if this agent still leads; report a problem once, and try again later."""
-        problem = ""
-        try:
-            if self._allowed():
-                self._put_new()
-        except Exception as error:  # whatever it is, training continues
-            problem = f"cannot put records into the store: {error}"
-        if problem and problem != self._problem:
-            print(problem, file=sys.stderr, flush=True)
-        self._problem, self._last = problem, time.monotonic()
-
-    def _put_new(self) -> None:
-        put_folder(self._run, self._store, self._stamps, self._put)
-        while new := list(_grown(self._run, self._sent)):
-            head, body = list[tuple[str, int, int]](), bytearray()
-            for name, size in new:
-                offset = self._sent.get(name, 0)
-                with (self._run.path / name).open("rb") as file:
-                    content = os.pread(file.fileno(), min(size, OBJECT_BYTES - len(body)), offset)
-                head.append((name, offset, len(content)))
-                body += content
-                if len(body) >= OBJECT_BYTES:
-                    break
-            piece = json.dumps({"files": head}).encode() + b"\n" + bytes(body)
-            self._count += 1
-            self._store.put(f"{RECORDS}/{self._number:06d}-{self._count:014d}", memoryview(piece))
-            for name, offset, size in head:
-                self._sent[name] = offset + size
-            write_json(self._run.path / _MIRRORED, self._sent)
+        """Put what is new, if this agent still leads; try again later if it fails."""
+        self._copy.update(self._allowed)
+        self._last = time.monotonic()
 
 
 def put_folder(
@@ -174,11 +205,7 @@ def fetch_run(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
     run = RunFolder(root / url.rpartition("/")[2])
     files = {item.key.removeprefix(f"{FOLDER}/"): item for item in store.list(FOLDER)}
     if "recipe.json" not in files or "id" not in files:
-        raise RunError(
-            f"there is no run at {url}",
-            hint="use checkpoint.store.url and the run's name; runs whose machines share a folder store checkpoints "
-            "only, no records",
-        )
+        raise _no_run(url, run.name, store)
     identity = store.get(f"{FOLDER}/id").decode(errors="replace").strip()
     if run.path.exists() and run.id_file.exists() and run.id_file.read_text().strip() != identity:
         raise RunError(f"there is another run {run.name} in {root}", hint="name another folder with --runs")
@@ -190,11 +217,11 @@ def fetch_run(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
         for name, item in sorted(files.items()):
             path = bundle_path(run, name)
             if fetched.get(item.key) != [item.bytes, item.modified.isoformat(), *_stamp(path)]:
-                fetch_file(path, item.bytes, partial(store.read, item.key))
+                fetch_file(path, item.bytes, functools.partial(store.read, item.key))
                 fetched[item.key] = [item.bytes, item.modified.isoformat(), *_stamp(path)]
         for item in store.list(SAID):
             if _SAID_KEY.fullmatch(item.key) and item.bytes <= READ_BYTES:
-                fetch_file(run.path / item.key, item.bytes, partial(store.read, item.key))
+                fetch_file(run.path / item.key, item.bytes, functools.partial(store.read, item.key))
         records = [item.key for item in store.list(RECORDS) if _RECORDS_KEY.fullmatch(item.key)]
         first = min((key for key in records if key not in fetched), default="~")
         for key in records:
@@ -214,6 +241,21 @@ def fetch_run(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
             f"cannot make the run folder {run.path}: {error.strerror}", hint="name another folder with --runs"
         ) from None
     return run
+
+
+def _no_run(url: str, name: str, store: ObjectStore) -> RunError:
+    """The error for an address without the files of a run: what else is there, and the command that uses it. A new run
+    needs another name, since the old one owns the address."""
+    steps = [entry.step for entry in list_remote(store)]
+    if not steps:
+        return RunError(
+            f"there is no run at {url}", hint="use checkpoint.store.url and the run's name: s3://bucket/RUN"
+        )
+    which = f"checkpoint {steps[0]} exists" if len(steps) == 1 else f"checkpoints {steps[0]}-{steps[-1]} exist"
+    return RunError(
+        f"no run metadata at {url}, but {which}",
+        hint=f"headway train --from {address_in_store(url, steps[-1])} --name {name}-2 starts a run from the newest",
+    )
 
 
 def _read_fetched(run: RunFolder, identity: str, ends: dict[str, int]) -> dict[str, list[object]]:

@@ -36,7 +36,7 @@ from headway.track.folder_identity import FolderIdentity, compare_folders, ident
 
 if TYPE_CHECKING:
     from headway.agent.nodes.store_lease import StoreLease
-    from headway.agent.remote.store_mirror import StoreMirror
+    from headway.agent.remote.store_mirror import RunCopy, StoreMirror
 
 
 def supervise_run(
@@ -101,6 +101,10 @@ def _supervise(
             mirror = _mirror(attempt, recipe, store_lease or workers.store_lease)
             at_the_end.callback(mirror.close)
             saves.before_upload(mirror.flush)
+        elif recipe.checkpoint.store is not None:
+            copy = _copy(attempt, recipe)
+            at_the_end.callback(copy.close)
+            saves.before_upload(copy.update)
         agent = AgentContext(
             stop_signals,
             workers,
@@ -320,6 +324,13 @@ def _mirror(attempt: Attempt, recipe: Recipe, lease: "StoreLease | None") -> "St
 
     number, allowed = (0, lambda: True) if lease is None else (lease.number, lease.holds)
     return StoreMirror(attempt.folder, need_store(recipe, attempt.run.name), number, allowed)
+
+
+def _copy(attempt: Attempt, recipe: Recipe) -> "RunCopy":
+    """Copies them with each checkpoint, where machines share the folder: any machine can resume the run."""
+    from headway.agent.remote.store_mirror import RunCopy
+
+    return RunCopy(attempt.folder, need_store(recipe, attempt.run.name))
 
 
 @contextlib.contextmanager
