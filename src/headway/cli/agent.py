@@ -35,6 +35,7 @@ from headway.hardware.network import main_address
 from headway.state.address import is_in_store
 from headway.state.handshake import KEY_VARIABLE, HandshakeFailed, connect, key_from_env
 from headway.state.peer_read import peer_request
+from headway.state.signed_stream import SignedStream
 from headway.track import RunFolder, find_run, lock_holder, read_recipe, runs_root, summarize
 from headway.track.suspects import read_suspects
 
@@ -205,7 +206,7 @@ def _leader_of(run: str | None, runs: Path | None) -> tuple[str, tuple[str, int]
     return folder.name, (lease.host, lease.port), folder.key_file.read_text().strip()
 
 
-def _ask_to_leave(leader: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+def _ask_to_leave(leader: SignedStream, request: dict[str, Any]) -> dict[str, Any]:
     answer = peer_request(leader, "leave", **request)
     if "error" in answer:
         nodes = ", ".join(answer.get("nodes", ()))

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from headway.state.signed_stream import SignedStream
+
 _MOST_DESCRIPTORS = 250  # the kernel passes at most 253 with one message
 _READ_BYTES = 1 << 16
 
@@ -57,7 +59,8 @@ class MessageChannel(ABC):
 class Channel(MessageChannel):
     """One end of a channel."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket | SignedStream) -> None:
+        """`end` is of a socket pair, or of a connection to another machine, which carries no descriptors."""
         self._socket = end
         self._unread = b""
         self._descriptors = deque[int]()
@@ -82,6 +85,7 @@ class Channel(MessageChannel):
         assert len(descriptors) <= _MOST_DESCRIPTORS, "more descriptors than one message can carry"
         try:
             if descriptors:
+                assert isinstance(self._socket, socket.socket), "descriptors stay on their machine"
                 sent = socket.send_fds(self._socket, [line], list(descriptors))
                 line = line[sent:]
             self._socket.sendall(line)
@@ -93,17 +97,24 @@ class Channel(MessageChannel):
         messages = list[Message]()
         while select.select([self._socket], [], [], 0.0 if messages else timeout_s)[0]:
             try:
-                received, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
+                received = self._read()
             except (ConnectionError, TimeoutError):
-                received, descriptors = b"", []
-            self._descriptors.extend(descriptors)
-            if not received:
+                received = None
+            if received is None:
                 if messages:
                     return messages  # the next call raises
                 raise ChannelClosed
             *lines, self._unread = (self._unread + received).split(b"\n")
             messages += [message for line in lines if (message := self._message(line)) is not None]
         return messages
+
+    def _read(self) -> bytes | None:
+        """Read what is there; None if the other end closed the channel."""
+        if isinstance(self._socket, SignedStream):
+            return self._socket.receive_available()
+        received, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
+        self._descriptors.extend(descriptors)
+        return received or None
 
     def take_over(self) -> None:
         """Start a new line after another process had this end: it may have died in the middle of a message."""

@@ -4,8 +4,8 @@
     caller    -> its own challenge, and an HMAC of both
     listener  -> another HMAC of both
 
-A caller without the key sees one challenge and is disconnected. What follows is neither encrypted nor signed: a
-cluster's network carries gradients in the clear too.
+A caller without the key sees one challenge and is disconnected. What follows is signed frame by frame
+(signed_stream.py), and not encrypted: a cluster's network carries gradients in the clear too.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import time
 from collections import Counter
 
 from headway.errors import UsageError
+from headway.state.signed_stream import SignedStream
 
 KEY_VARIABLE = "HEADWAY_KEY"
 """Holds the key where machines share no folder; everybody on the machine could see it in arguments."""
@@ -101,13 +102,13 @@ class PendingHandshakes:
 
 def connect(
     address: tuple[str, int], key: str, timeout_s: float = TIMEOUT_S, answer_s: float = TIMEOUT_S
-) -> socket.socket:
+) -> SignedStream:
     """Connect and authenticate both ends; raise OSError or HandshakeFailed if that fails."""
     deadline = time.monotonic() + answer_s
     while True:
         end = socket.create_connection(address, timeout_s)
         try:
-            client_handshake(end, key, answer_s)
+            return client_handshake(end, key, answer_s)
         except ConnectionRefused:
             end.close()
             if time.monotonic() > deadline:
@@ -116,12 +117,10 @@ def connect(
         except BaseException:
             end.close()
             raise
-        else:
-            return end
 
 
-def client_handshake(end: socket.socket, key: str, answer_s: float = TIMEOUT_S) -> None:
-    """Authenticate as the caller."""
+def client_handshake(end: socket.socket, key: str, answer_s: float = TIMEOUT_S) -> SignedStream:
+    """Authenticate as the caller; return the stream for what follows."""
     deadline = time.monotonic() + answer_s
     listener, caller = _read(end, CHALLENGE_BYTES, deadline), secrets.token_bytes(CHALLENGE_BYTES)
     if listener == REFUSAL:
@@ -129,10 +128,12 @@ def client_handshake(end: socket.socket, key: str, answer_s: float = TIMEOUT_S) 
     end.sendall(caller + _response(key, b"calls", listener, caller))
     _check(_read(end, CHALLENGE_BYTES, deadline), _response(key, b"listens", listener, caller))
     _configure(end)
+    to_caller, to_listener = (_response(key, role, listener, caller) for role in (b"to caller", b"to listener"))
+    return SignedStream(end, send_key=to_listener, receive_key=to_caller)
 
 
-def server_handshake(end: socket.socket, key: str) -> None:
-    """Authenticate as the listener; on HandshakeFailed, close the connection."""
+def server_handshake(end: socket.socket, key: str) -> SignedStream:
+    """Authenticate as the listener; return the stream for what follows. On HandshakeFailed, close the connection."""
     deadline = time.monotonic() + TIMEOUT_S
     end.settimeout(TIMEOUT_S)
     listener = secrets.token_bytes(CHALLENGE_BYTES)
@@ -141,6 +142,8 @@ def server_handshake(end: socket.socket, key: str) -> None:
     _check(_read(end, CHALLENGE_BYTES, deadline), _response(key, b"calls", listener, caller))
     end.sendall(_response(key, b"listens", listener, caller))
     _configure(end)
+    to_caller, to_listener = (_response(key, role, listener, caller) for role in (b"to caller", b"to listener"))
+    return SignedStream(end, send_key=to_caller, receive_key=to_listener)
 
 
 def _configure(end: socket.socket) -> None:

@@ -6,7 +6,6 @@ over its own connection.
 """
 
 import json
-import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,10 @@ from typing import Any
 
 from headway.errors import DamagedState
 from headway.state.handshake import HandshakeFailed, connect
+from headway.state.signed_stream import SignedStream
 from headway.state.source import CheckpointSource
 
 HINT = "the machine that has it is down, or resumed the run without this one"
-ANSWER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class PeerReader:
     """A pool of connections to peers; `key` is the run's."""
 
     key: str
-    _free: dict[tuple[str, int], list[socket.socket]] = field(default_factory=dict)
+    _free: dict[tuple[str, int], list[SignedStream]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, file: PeerFile, begin: int, out: memoryview) -> None:
@@ -47,7 +46,7 @@ class PeerReader:
             answer = peer_request(end, "read", name=file.name, step=file.step, begin=begin, size=len(out))
             if "error" in answer:
                 raise OSError(answer["error"])
-            fill(end, out)
+            end.fill(out)
         except (OSError, HandshakeFailed, ValueError) as error:
             if end is not None:
                 end.close()
@@ -55,7 +54,7 @@ class PeerReader:
         with self._lock:
             self._free.setdefault(address, []).append(end)
 
-    def _take(self, address: tuple[str, int]) -> socket.socket:
+    def _take(self, address: tuple[str, int]) -> SignedStream:
         with self._lock:
             free = self._free.get(address)
             if free:
@@ -91,28 +90,8 @@ class PeerCheckpoint(CheckpointSource):
         self._reader.read(self._files[file], begin, out)
 
 
-def peer_request(end: socket.socket, kind: str, **fields: Any) -> dict[str, Any]:
+def peer_request(end: SignedStream, kind: str, **fields: Any) -> dict[str, Any]:
     """Send a request to a server of files and return its answer."""
     end.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
-    answer: dict[str, Any] = json.loads(read_line(end))
+    answer: dict[str, Any] = json.loads(end.readline())
     return answer
-
-
-def read_line(end: socket.socket) -> bytes:
-    """Read up to the next end of line, and leave what follows in the socket."""
-    line = b""
-    while not line.endswith(b"\n"):
-        available = end.recv(ANSWER_BYTES, socket.MSG_PEEK)
-        if not available:
-            raise ConnectionError("the other end closed the connection")
-        line += end.recv(available.find(b"\n") + 1 or len(available))
-    return line
-
-
-def fill(end: socket.socket, out: memoryview) -> None:
-    """Fill `out` from a socket."""
-    while out:
-        count = end.recv_into(out)
-        if not count:
-            raise ConnectionError("the other end closed the connection")
-        out = out[count:]

@@ -21,7 +21,6 @@ from headway.agent.nodes.membership import Membership
 from headway.agent.remote.folder_server import RunFolderServer
 from headway.state import Channel, Message
 from headway.state.handshake import connect, server_handshake
-from headway.state.peer_read import read_line
 from headway.track import RunFolder, create_run, lock_run
 
 KEY = "a key of the tests, and long enough"
@@ -84,12 +83,12 @@ def refusing(run: RunFolder) -> Iterator[list[str]]:
             except OSError:
                 return
             try:
-                server_handshake(end, KEY)
-                callers.append(json.loads(read_line(end))["name"])
+                stream = server_handshake(end, KEY)
+                callers.append(json.loads(stream.readline())["name"])
             except ConnectionError:  # a probe
                 end.close()
                 continue
-            channels.append(Channel(end))
+            channels.append(Channel(stream))
             channels[-1].send("taken", pid=4711, machine="the-first", silent_s=0.5)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

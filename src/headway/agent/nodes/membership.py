@@ -23,7 +23,8 @@ from headway.agent.remote.folder_server import RunFolderServer
 from headway.errors import StateError
 from headway.state import Channel, ChannelClosed, Message
 from headway.state.handshake import HandshakeFailed, PendingHandshakes, connect, server_handshake
-from headway.state.peer_read import peer_request, read_line
+from headway.state.peer_read import peer_request
+from headway.state.signed_stream import SignedStream
 
 ALIVE_S = 1.0
 """Between two signs of life to nodes, and two looks at the leases."""
@@ -86,32 +87,32 @@ class Membership:
     def _handshake(self, end: socket.socket, address: str) -> None:
         try:
             try:
-                server_handshake(end, self.key)
+                stream = server_handshake(end, self.key)
             finally:
                 self._pending.finish(address)
-            end.settimeout(self._silent_s)  # a node that does not read for so long is lost
-            request = json.loads(read_line(end))
+            stream.settimeout(self._silent_s)  # a node that does not read for so long is lost
+            request = json.loads(stream.readline())
             if request["kind"] == "leave":
-                self._answer_leave(end, request)
+                self._answer_leave(stream, request)
                 return
             if request["kind"] != "hello":
-                self._folder_server.serve(end, request)
+                self._folder_server.serve(stream, request)
                 return
             fields = {key: value for key, value in request.items() if key not in ("kind", "descriptors")}
             if not NAME.fullmatch(fields["name"]):
                 raise ValueError("not the name of a node")
-            self._joining.put(Member(line=Channel(end), **fields))
+            self._joining.put(Member(line=Channel(stream), **fields))
         except (HandshakeFailed, OSError, ValueError, TypeError, KeyError, Empty):
             end.close()
 
-    def _answer_leave(self, end: socket.socket, request: Mapping[str, Any]) -> None:
+    def _answer_leave(self, end: SignedStream, request: Mapping[str, Any]) -> None:
         """In a caller's thread: pass requests to `poll`, and send its answers until the caller hangs up."""
         end.settimeout(None)
         while True:
             answers = SimpleQueue[dict[str, Any]]()
             self._leave_requests.put((request, answers))
             end.sendall(json.dumps(answers.get(timeout=ANSWER_S)).encode() + b"\n")
-            request = json.loads(read_line(end))
+            request = json.loads(end.readline())
 
     def _join(self, member: Member) -> None:
         if (known := self.members.get(member.name)) is not None:

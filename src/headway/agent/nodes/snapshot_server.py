@@ -34,8 +34,9 @@ from headway.agent.supervise.stack_dumps import collect
 from headway.errors import HeadwayError, StateError
 from headway.state import SaveBuffer, ShardEntry, describe_shard, open_checkpoint, shard_name, write_shard
 from headway.state.handshake import MOST_PENDING, HandshakeFailed, PendingHandshakes, server_handshake
-from headway.state.peer_read import PeerFile, PeerReader, read_line
+from headway.state.peer_read import PeerFile, PeerReader
 from headway.state.save_buffer import FilePlan
+from headway.state.signed_stream import SignedStream
 
 CHUNK_BYTES = 4 << 20
 PACE_BYTES_S = 2e9
@@ -105,7 +106,7 @@ class SnapshotServer:
             steps.setdefault(name, []).append(step)
         return steps
 
-    def answer(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
+    def answer(self, connection: SignedStream, request: Mapping[str, Any]) -> None:
         """Serve one request."""
         methods: dict[str, Callable[..., dict[str, Any]]] = {
             "write": self._write, "copy": self._copy, "trim": self._trim, "stacks": self._stacks, "port": self._port,
@@ -130,7 +131,7 @@ class SnapshotServer:
         files = ((buffer, part) for own, buffer, part in self._own_files() if own == name and buffer.holds(step))
         return next(files, None)
 
-    def _read(self, connection: socket.socket, name: str, step: int, begin: int, size: int) -> None:
+    def _read(self, connection: SignedStream, name: str, step: int, begin: int, size: int) -> None:
         file = self.find(name, step)
         if file is None or begin < 0 or begin + size > len(file[2]):
             return _send(connection, {"error": f"{name} of step {step} is not here"})
@@ -207,7 +208,7 @@ class SnapshotServer:
         return {"path": str(dump.path or ""), "seen": [asdict(stack) for stack in dump.workers], **text}
 
 
-def _send(connection: socket.socket, answer: Mapping[str, Any]) -> None:
+def _send(connection: SignedStream, answer: Mapping[str, Any]) -> None:
     connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
@@ -235,8 +236,8 @@ class _Connection(socketserver.BaseRequestHandler):
         snapshots = self.server.snapshots
         with contextlib.suppress(HandshakeFailed, OSError, ValueError):
             try:
-                server_handshake(self.request, snapshots._key)
+                stream = server_handshake(self.request, snapshots._key)
             finally:
                 self.server.pending.finish(self.client_address[0])
             while True:
-                snapshots.answer(self.request, json.loads(read_line(self.request)))
+                snapshots.answer(stream, json.loads(stream.readline()))

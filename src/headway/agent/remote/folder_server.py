@@ -14,7 +14,6 @@ Clients have the run's key. All the same, no name escapes the files meant for it
 import contextlib
 import json
 import os
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 from headway.agent.remote.bundle import FileStamps, bundle_names, bundle_path, growing_path
 from headway.errors import HeadwayError, RunError
 from headway.state import open_checkpoint
-from headway.state.peer_read import fill, read_line
+from headway.state.signed_stream import FRAME_BYTES, SignedStream
 from headway.track import RunFolder, run_id, write_json
 
 PIECE_BYTES = 1 << 20
@@ -45,15 +44,15 @@ class RunFolderServer:
         self._published = {(name, step): (checkpoint / name, size) for name, size in sizes.items()}
         return step, opened.source.manifest(), sorted(sizes.items())
 
-    def serve(self, client: socket.socket, request: Mapping[str, Any]) -> None:
+    def serve(self, client: SignedStream, request: Mapping[str, Any]) -> None:
         """Serve one connection until the client closes it; `request` is its first request."""
         client.settimeout(None)
         with contextlib.closing(client), contextlib.suppress(OSError, ValueError):
             while True:
                 self._answer(client, request)
-                request = json.loads(read_line(client))
+                request = json.loads(client.readline())
 
-    def _answer(self, client: socket.socket, request: Mapping[str, Any]) -> None:
+    def _answer(self, client: SignedStream, request: Mapping[str, Any]) -> None:
         handlers: dict[str, Callable[..., dict[str, Any] | None]] = {
             "bundle": self._bundle, "fetch": self._fetch, "read": self._read, "append": self._append,
             "replace": self._replace,
@@ -68,22 +67,22 @@ class RunFolderServer:
         if reply is not None:
             client.sendall(json.dumps(reply).encode() + b"\n")
 
-    def _bundle(self, _client: socket.socket) -> dict[str, Any]:
+    def _bundle(self, _client: SignedStream) -> dict[str, Any]:
         """List the small files of the run as they are now."""
         identity = run_id(self._run)
         files = [(name, *self._stamps.of(bundle_path(self._run, name))) for name in bundle_names(self._run)]
         return {"run": self._run.name, "id": identity, "files": files}
 
-    def _fetch(self, client: socket.socket, name: str, begin: int, size: int) -> None:
+    def _fetch(self, client: SignedStream, name: str, begin: int, size: int) -> None:
         _send(client, bundle_path(self._run, name), begin, size)
 
-    def _read(self, client: socket.socket, name: str, step: int, begin: int, size: int) -> None:
+    def _read(self, client: SignedStream, name: str, step: int, begin: int, size: int) -> None:
         path, total = self._published.get((name, step), (None, 0))
         if path is None or begin < 0 or begin + size > total:
             raise RunError(f"{name} of step {step} is not part of the checkpoint that the run resumes from")
         _send(client, path, begin, size)
 
-    def _append(self, _client: socket.socket, name: str, offset: int, content: bytes) -> dict[str, Any]:
+    def _append(self, _client: SignedStream, name: str, offset: int, content: bytes) -> dict[str, Any]:
         """Append only at the file's end: after a lost reply the client sends bytes again that are already here."""
         path = growing_path(self._run, name)
         with self._lock:
@@ -98,7 +97,7 @@ class RunFolderServer:
                 os.close(descriptor)
         return {"size": size}
 
-    def _replace(self, _client: socket.socket, name: str, content: bytes) -> dict[str, Any]:
+    def _replace(self, _client: SignedStream, name: str, content: bytes) -> dict[str, Any]:
         if name != self._run.environment_file.name:
             raise RunError(f"other machines may not replace {name[:80]!r}")
         try:
@@ -111,20 +110,23 @@ class RunFolderServer:
         return {"size": len(content)}
 
 
-def _content(client: socket.socket, size: object) -> bytes:
+def _content(client: SignedStream, size: object) -> bytes:
     """Receive the bytes that follow a request."""
     if not isinstance(size, int) or not 0 <= size <= PIECE_BYTES:
         raise ValueError(f"a request carries at most {PIECE_BYTES} bytes")
     content = bytearray(size)
-    fill(client, memoryview(content))
+    client.fill(memoryview(content))
     return bytes(content)
 
 
-def _send(client: socket.socket, path: Path, begin: int, size: int) -> None:
-    """Send bytes of a file straight from the disk, without a copy in this process."""
+def _send(client: SignedStream, path: Path, begin: int, size: int) -> None:
+    """Send bytes of a file."""
     with path.open("rb") as file:
         if begin < 0 or size < 0 or begin + size > os.fstat(file.fileno()).st_size:
             raise RunError(f"{path.name} has no {size} bytes at offset {begin}")
         client.sendall(json.dumps({"size": size}).encode() + b"\n")
-        if size and client.sendfile(file, begin, size) != size:
-            raise OSError(f"{path.name} became shorter")
+        for offset in range(begin, begin + size, FRAME_BYTES):
+            content = os.pread(file.fileno(), min(FRAME_BYTES, begin + size - offset), offset)
+            if len(content) < min(FRAME_BYTES, begin + size - offset):
+                raise OSError(f"{path.name} became shorter")
+            client.sendall(content)

@@ -8,7 +8,6 @@ waits for what the leader must have before it acts on something: the record of a
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 from headway.agent.remote.bundle import growing_files
 from headway.agent.remote.folder_server import PIECE_BYTES
 from headway.state.handshake import HandshakeFailed, connect
-from headway.state.peer_read import read_line
+from headway.state.signed_stream import SignedStream
 from headway.track import RunFolder
 
 EVERY_S = 0.2
@@ -40,7 +39,7 @@ class RecordForwarder:
         self.environment = environment
         """environment.json as the leader has it."""
         self._rejected = set[str]()
-        self._socket: socket.socket | None = None
+        self._socket: SignedStream | None = None
         self._flushes: SimpleQueue[threading.Event] = SimpleQueue()
         self._wake, self._closed = threading.Event(), False
         self._thread = threading.Thread(target=self._forward, name="forward", daemon=True)
@@ -108,7 +107,7 @@ class RecordForwarder:
         if self._socket is None:
             self._socket = connect(self._address(), self._key)
         self._socket.sendall(json.dumps({"kind": kind, "size": len(content), **fields}).encode() + b"\n" + content)
-        reply = json.loads(read_line(self._socket))
+        reply = json.loads(self._socket.readline())
         if "error" in reply:
             self._reject(fields["name"], reply["error"])
             return None

@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +27,8 @@ from headway.errors import DataError, RunError, StateError, UsageError
 from headway.recipe import Assignment
 from headway.state.address import is_in_store
 from headway.state.handshake import HandshakeFailed, connect
-from headway.state.peer_read import fill, peer_request
+from headway.state.peer_read import peer_request
+from headway.state.signed_stream import SignedStream
 from headway.track import RunFolder, read_recipe
 from headway.track.access import PRIVATE, adopt_umask
 
@@ -104,7 +104,7 @@ class RemoteRun:
         with contextlib.closing(connect(self.address, self.key)) as leader:
             self._fetch_changed(leader, _request_bundle(leader))
 
-    def _fetch_changed(self, leader: socket.socket, bundle: dict[str, Any]) -> None:
+    def _fetch_changed(self, leader: SignedStream, bundle: dict[str, Any]) -> None:
         for name, size, stamp in bundle["files"]:
             path = bundle_path(self.run, name)
             if not path.exists() or self._stamps.of(path) != (size, stamp):
@@ -217,7 +217,7 @@ def _at(address: tuple[str, int] | None) -> str:
     return "" if address is None else f" at {address[0]}:{address[1]}"
 
 
-def _request_bundle(leader: socket.socket) -> dict[str, Any]:
+def _request_bundle(leader: SignedStream) -> dict[str, Any]:
     bundle = peer_request(leader, "bundle")
     if "error" in bundle or not _RUN.fullmatch(str(bundle.get("run", ""))):
         raise RunError(f"the leader cannot describe its run: {bundle.get('error', 'it has no name')}")
@@ -242,12 +242,12 @@ def _make_folder(root: Path, name: str, bundle: dict[str, Any]) -> RunFolder:
     return run
 
 
-def _read(leader: socket.socket, name: str, offset: int, piece: memoryview) -> None:
+def _read(leader: SignedStream, name: str, offset: int, piece: memoryview) -> None:
     """Read a piece of a file of the bundle."""
     reply = peer_request(leader, "fetch", name=name, begin=offset, size=len(piece))
     if "error" in reply:
         raise StateError(f"cannot fetch {name} from the leader: {reply['error']}")
-    fill(leader, piece)
+    leader.fill(piece)
 
 
 def _check_data(run: RunFolder) -> None:
