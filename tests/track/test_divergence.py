@@ -42,7 +42,19 @@ def exploding(steps: int) -> list[float]:
         [None] * 40,
         [],
     ],
-    ids=str,
+    ids=[
+        "falls",
+        "falls noisily",
+        "short spikes",
+        "long spikes",
+        "few losses",
+        "noise of one sequence a step",
+        "next to nothing",
+        "small rise",
+        "rises when it begins",
+        "not finite",
+        "none",
+    ],
 )
 def test_ordinary_losses_do_not_diverge(losses: list[float | None]) -> None:
     assert find_divergence(series(losses)) is None
@@ -53,10 +65,12 @@ def test_ordinary_losses_do_not_diverge(losses: list[float | None]) -> None:
     [
         (exploding(30), 30),
         ([7.7, 7.8, 7.7] + [500.0] * 30, 25),  # at once
+        ([7.76, 5.1, 84.8, *[340.0] * 14], 17),  # within three steps
         (learning(300) + [9.5] * 40, 320),  # back to where it began
         (learning(300) + [2.5 + 0.1 * step for step in range(60)], 340),  # slowly
         (learning(300) + [9.5, None] * 20, 330),
     ],
+    ids=["explodes", "at once", "within three steps", "back to where it began", "slowly", "with gaps"],
 )
 def test_loss_that_rises_and_stays_is_noticed_soon(losses: list[float | None], latest: int) -> None:
     divergence = find_divergence(series(losses))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 WINDOW = 16
 """A level is the median of so many losses: spikes of up to half as many steps do not move it."""
 FIRST = 3
-"""The level before training is the largest of the first losses."""
+"""The level before training is the median of the first losses."""
 FACTOR, RISE, SPREADS = 1.5, 0.5, 3.0
 """A level is high above the best one by this factor, by this much, and by so many spreads of the losses there: the
 medians of a noisy but steady loss range over less (the largest of 20,000 is two spreads above the smallest)."""
@@ -51,7 +51,8 @@ class LossMonitor:
             return None
         self._recent.append(loss)
         if math.isinf(self._best) and len(self._recent) == FIRST:
-            self._best = max(self._recent)
+            self._best = statistics.median_low(self._recent)
+            self._spread = self._best / SPREADS  # of three losses not known: twice as high is high
         if len(self._recent) < WINDOW:
             return None
         level, best = statistics.median_low(self._recent), self._best
