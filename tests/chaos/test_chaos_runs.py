@@ -175,6 +175,8 @@ def test_leftover_profile_of_a_worker_is_reported(tmp_path: Path) -> None:
     own = tmp_path / f"perf-{os.getpid()}.map"
     own.write_text("")
     assert leftover_profiles(run, tmp_path) == [f"profile {own}"]
+    os.utime(own, (0, own.stat().st_mtime - 3600))
+    assert leftover_profiles(run, tmp_path) == [], "of an earlier process with the same number"
 
 
 def test_fault_that_never_fires_is_a_violation(recipe: Callable[..., Recipe], tmp_path: Path) -> None:

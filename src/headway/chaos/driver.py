@@ -145,13 +145,18 @@ def _leftover_processes(harness: ChaosHarness) -> list[str]:
 
 
 def leftover_profiles(run: RunFolder, temporary: Path) -> list[str]:
-    """List the perf maps that compilers of kernels wrote for processes of a run: perf-PID.map, jit-PID.dump."""
-    pids = set[int]()
+    """List the files that compilers of kernels wrote for processes of a run: perf-PID.map, jit-PID.dump.
+
+    Older ones are of an earlier process with the same number.
+    """
+    profiles = set[str]()
     for path in run.events.glob("*.jsonl"):
         with path.open("rb") as record, contextlib.suppress(ValueError, KeyError, TypeError):
-            pids.add(int(json.loads(record.readline())["pid"]))
-    names = (name for pid in sorted(pids) for name in (f"perf-{pid}.map", f"jit-{pid}.dump"))
-    return [f"profile {temporary / name}" for name in names if (temporary / name).exists()]
+            opening = json.loads(record.readline())
+            for profile in (temporary / f"perf-{opening['pid']}.map", temporary / f"jit-{opening['pid']}.dump"):
+                if profile.exists() and profile.stat().st_mtime >= opening["wall"] - 1.0:
+                    profiles.add(f"profile {profile}")
+    return sorted(profiles)
 
 
 def _leftover_resources(harness: ChaosHarness, before: HeldResources) -> list[str]:
