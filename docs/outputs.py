@@ -167,8 +167,12 @@ def renewed(quotation: Quotation, printed: list[str]) -> str:
 
 PLAIN = re.compile(r"[A-Za-z][A-Za-z'-]*[,:;.]?")
 VALUE = "\0"
-OTHERS = ("Input should be greater than or equal to", "invalid continuation byte")
-"""Phrases of Pydantic and Python inside our messages."""
+OTHERS = (
+    "Input should be greater than or equal to",
+    "invalid continuation byte",
+    "mat1 and mat2 shapes cannot be multiplied",
+)
+"""Phrases of Pydantic, Python and PyTorch inside our messages."""
 VALUES = {
     "ada",
     "big",

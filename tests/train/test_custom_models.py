@@ -21,7 +21,7 @@ from headway.cli.checkpoint import app
 from headway.data import Loader, WindowReader, open_dataset, split_dataset
 from headway.errors import ModelError, RecipeError, StateError
 from headway.inference.sample import SampleRequest, sample
-from headway.parallel.layout import check_pipeline, cuts_of
+from headway.parallel.layout import TensorCuts, check_pipeline, cuts_of, explain_shapes
 from headway.recipe import FaultPlan, ModelLayout, Recipe
 from headway.state import open_checkpoint
 from headway.state.tensors import read_tensors
@@ -307,7 +307,7 @@ def test_decoder_only_features_refuse_custom_classes(own: Lab, make: Any, tmp_pa
         ({"divide": ["blocks.*.attn.groups"]}, 2, "names blocks.0.attn.groups, which does not exist", ""),
         ({"vocabulary": ["head"]}, 2, "embed.tok.weight and head.weight are tied", "both"),
         ({"vocabulary": ["mebed.tok"]}, 2, "model.layout.vocabulary: Tiny has no mebed.tok", "embed.tok"),
-        ({"rows": []}, 2, "does not say how to split Tiny", "own-models.md"),
+        ({"rows": []}, 2, "does not say how to split blocks.0.attn.out.weight of Tiny", "own-models.md"),
     ],
 )
 def test_invalid_layout_is_refused(change: dict[str, Any], size: int, message: str, hint: str) -> None:
@@ -317,6 +317,52 @@ def test_invalid_layout_is_refused(change: dict[str, Any], size: int, message: s
         cuts_of(model, ModelLayout(**(LAYOUT | change)), size)
     assert message in caught.value.message
     assert hint in (caught.value.hint or "")
+
+
+def split_by_hand(model: torch.nn.Module, cuts: TensorCuts, size: int) -> None:
+    """What one worker of a tensor axis has of each module, by slicing: an oracle without processes."""
+    modules = dict(model.named_modules())
+    for name, cut in cuts.cuts.items():
+        if cut in ("columns", "rows"):
+            linear = modules[name]
+            linear.weight = torch.nn.Parameter(linear.weight.chunk(size, 1 if cut == "rows" else 0)[0])
+            if cut == "columns":
+                linear.bias = torch.nn.Parameter(linear.bias.chunk(size)[0])
+    for name, attribute in cuts.divided:
+        setattr(modules[name], attribute, getattr(modules[name], attribute) // size)
+
+
+@pytest.mark.parametrize(
+    ("change", "module", "left_out"),
+    [
+        ({"rows": ["blocks.*.attn.out"]}, "blocks.0.mlp.down", "blocks.0.mlp.down"),
+        ({"rows": ["blocks.*.mlp.down"]}, "blocks.0.attn.out", "blocks.0.attn.out"),
+        ({"columns": LAYOUT["columns"][:3]}, "blocks.0.mlp.down", "blocks.0.mlp.up"),
+        ({"columns": [LAYOUT["columns"][0], *LAYOUT["columns"][2:]]}, "blocks.0.attn", "blocks.0.attn.k"),
+    ],
+)
+def test_incomplete_layout_names_the_module_and_the_parameter(
+    change: dict[str, Any], module: str, left_out: str
+) -> None:
+    model = custom_models.Tiny(**ARGS)
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    model(tokens)  # whole, it works
+    cuts = cuts_of(model, ModelLayout(**(LAYOUT | change)), 2)
+    split_by_hand(model, cuts, 2)
+    with pytest.raises(RuntimeError) as caught:
+        model(tokens)
+    explained = explain_shapes(model, cuts, caught.value)
+    assert explained is not None
+    assert f"model.layout is incomplete: {module} failed with " in explained.message
+    assert explained.message.endswith(f"; {left_out}.weight is not split")
+    assert f"name {left_out} in columns, rows" in str(explained.hint)
+
+
+def test_other_errors_of_a_pass_are_not_blamed_on_the_layout() -> None:
+    model = custom_models.Tiny(**ARGS)
+    cuts = cuts_of(model, ModelLayout(**LAYOUT), 2)
+    for error in (RuntimeError("Connection closed by peer"), torch.OutOfMemoryError("sizes"), RuntimeError("shapes")):
+        assert explain_shapes(model, cuts, error) is None
 
 
 @pytest.mark.parametrize(

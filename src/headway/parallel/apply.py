@@ -23,7 +23,16 @@ from headway.errors import ModelError
 from headway.models import Decoder
 from headway.models.experts import set_loss_scale
 from headway.parallel.gradients import Missing
-from headway.parallel.layout import TensorCuts, blocks_of, check_pipeline, cuts_of, layout_of, named, stages_of
+from headway.parallel.layout import (
+    TensorCuts,
+    blocks_of,
+    check_pipeline,
+    cuts_of,
+    explain_shapes,
+    layout_of,
+    named,
+    stages_of,
+)
 from headway.parallel.pipeline import LocalStage, PipelineRunner, StageSplit, has_ties, split, tie_group
 from headway.parallel.recompute import recompute
 from headway.parallel.shard import forget_copies, hold_gradients, release_weights, shard
@@ -241,6 +250,8 @@ def _set_forward(
         forward = partial(_of_tokens, model.forward)
         if stage.last:
             forward = partial(_loss_of_logits, model.forward, tensor, vocabulary, recipe.train.z_loss)
+        if cuts is not None:
+            forward = partial(_explained, forward, model, cuts)
     # FSDP gathers in the right precision; without data axes, autocast converts higher-precision weights here.
     casts = recipe.train.dtype == "bfloat16" and recipe.train.weights == "float32" and world.data.size == 1
     context = partial(torch.autocast, world.device.type, dtype=torch.bfloat16, enabled=casts)
@@ -259,6 +270,18 @@ def _forward(
 ) -> Tensor:
     with context():
         out: Tensor = plain(x, labels, documents) if last else plain(x, documents).to(dtype)
+    return out
+
+
+def _explained(plain: Any, model: nn.Module, cuts: TensorCuts, *inputs: Any) -> Tensor:
+    """A custom class on a tensor axis: an incomplete layout fails where a split meets what is not."""
+    try:
+        out: Tensor = plain(*inputs)
+    except RuntimeError as error:
+        explained = explain_shapes(model, cuts, error)
+        if explained is None:
+            raise
+        raise explained from error
     return out
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -71,6 +72,11 @@ class TensorCuts:
         """Whether the stream is split by sequence outside of modules that need it whole."""
         return bool(self.whole)
 
+    def is_cut(self, parameter: str) -> bool:
+        """Whether the layout says how to split a parameter, by its name."""
+        owner = parameter.rpartition(".")[0]
+        return any(owner == cut or owner.startswith(f"{cut}.") for cut in self.cuts)
+
     def enters(self, name: str) -> bool:
         """Whether a module gathers its input itself, and not a module around it."""
         parts = name.split(".")
@@ -93,8 +99,10 @@ def cuts_of(model: nn.Module, layout: ModelLayout, size: int) -> TensorCuts:
     heads = model.model.kv_heads if isinstance(model, Decoder) else 0
     tensor_cuts = TensorCuts(cuts, gathered, tuple(_divided(model, layout, modules, size)), heads)
     if not {"columns", "rows"} <= {*cuts.values()}:
+        linear = [f"{name}.weight" for name, module in modules.items() if isinstance(module, nn.Linear)]
+        left_out = next((name for name in linear if not tensor_cuts.is_cut(name)), "its matrices")
         raise ModelError(
-            f"parallel.tensor is {size}, but model.layout does not say how to split {_class(model)}",
+            f"parallel.tensor is {size}, but model.layout does not say how to split {left_out} of {_class(model)}",
             hint="name its linear modules in model.layout.columns and rows (docs/guides/own-models.md)",
         )
     for name, cut in cuts.items():
@@ -103,6 +111,37 @@ def cuts_of(model: nn.Module, layout: ModelLayout, size: int) -> TensorCuts:
     if tensor_cuts.by_sequence:
         _check_covered(model, tensor_cuts)
     return tensor_cuts
+
+
+_SHAPES = re.compile(r"\b(shapes?|sizes?|dim(ension)?s?)\b")
+
+
+def explain_shapes(model: nn.Module, cuts: TensorCuts, error: RuntimeError) -> ModelError | None:
+    """Return which module and parameter an incomplete layout left out, from the error of a pass; None for other errors.
+
+    A layout that splits some of the modules that feed each other, but not all, fails where they meet: in the innermost
+    module on the stack.
+    """
+    if type(error) is not RuntimeError or not _SHAPES.search(str(error)):
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = [names[key] for frame in frames if (key := id(frame.f_locals.get("self"))) in names]
+    if not inside:
+        return None
+    name = inside[-1]
+    place = name.rpartition(".")[0] if name in cuts.cuts else name  # what feeds a split module is beside it
+    within = {key: value for key, value in model.named_parameters() if not place or key.startswith(f"{place}.")}
+    left_out = [key for key, value in within.items() if value.ndim > 1 and not cuts.is_cut(key)]
+    what = f"model.layout is incomplete: {name or _class(model)} failed with {str(error).splitlines()[0]}"
+    if left_out:
+        owner = left_out[0].rpartition(".")[0]
+        hint = f"name {owner} in columns, rows or vocabulary of model.layout"
+        return ModelError(f"{what}; {left_out[0]} is not split", hint=hint)
+    counts = [key for key, value in vars(dict(model.named_modules())[place]).items() if type(value) is int]
+    counts = [f"{place}.{key}" for key in counts if not key.startswith("_") and (place, key) not in cuts.divided]
+    hint = f"name the count of heads or features in model.layout.divide: {' or '.join(counts)}" if counts else None
+    return ModelError(f"{what}; {next(iter(within), name)} is split, but not every number that follows it", hint=hint)
 
 
 def _check_shape(module: nn.Module, name: str, cut: Cut, size: int) -> None:
@@ -146,7 +185,7 @@ def _check_covered(model: nn.Module, cuts: TensorCuts) -> None:
     """Raise ModelError for parameters of which a sequence-parallel layout does not say whether they see all tokens."""
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
-        if not any(owner == cut or owner.startswith(f"{cut}.") for cut in cuts.cuts):
+        if not cuts.is_cut(name):
             raise ModelError(
                 f"model.layout.whole splits sequences, but model.layout does not say what {name} sees of them",
                 hint=f"name {owner or 'its module'} in share, columns, rows or vocabulary",
