@@ -147,5 +147,5 @@ def test_folder_that_is_gone_is_shown_once_with_the_step_reached(capsys, monkeyp
     lines.line()
     shown = capsys.readouterr().err.splitlines()
     assert [line for line in shown if line.startswith("note:")] == [f"note: {text}", "note: the run's folder is back"]
-    assert "step 7/100  (numbers follow when the folder is back)" in shown
+    assert "step 7/100  (numbers follow when the folder works again)" in shown
     assert shown[-1].startswith("step 8/100  loss 4.92")

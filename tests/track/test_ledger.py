@@ -370,6 +370,67 @@ def test_open_span_ends_with_its_worker():
     }
 
 
+def test_lost_events_leave_their_time_unattributed():
+    """Also under a span whose end was lost: the worker's 0 is 1 on the agent's clock."""
+    agent = record(
+        "agent", ev("attempt", 0, workers=1), ev("exit", 14, rank=0, code=0), ev("end", 14, outcome="finished")
+    )
+    rank = record(
+        "rank-0",
+        step(1, 2, 0, 3),  # from 0 to 3 on the agent's clock
+        ev("begin", 2, name="checkpoint"),
+        ev("lost", 9, since=4 * S, events=7, text="7 events were lost"),
+        step(9, 12, 0, 3),
+        ev("end-span", 13, name="checkpoint"),
+        at=1,
+    )
+    ledger = account([agent, rank])
+    check_balance(ledger)
+    assert seconds(ledger) == {"compute": 6, "checkpoint stall": 3, "unattributed": 5}
+    assert [incident.text for incident in ledger.incidents] == ["worker 0: 7 events were lost"]
+
+
+def outage(begin: float, end: float | None = None) -> list[dict]:
+    events = [ev("storage", begin, text="full", works=False)]
+    return events if end is None else [*events, ev("storage", end, text="", works=True)]
+
+
+@pytest.mark.parametrize(
+    ("events", "advice"),
+    [
+        ([], "Save less often"),
+        ([ev("retry", 5, message="No space left")], "storage that had failed"),
+        (outage(3), "storage that had failed"),
+        (outage(3, 9), "storage that had failed"),
+        (outage(3, 4.5), "Save less often"),
+        (outage(1, 3), "Save less often"),
+    ],
+)
+def test_wait_for_storage_is_not_blamed_on_frequent_saves(events, advice):
+    """The agent writes the last state from 4 to 12; its devices wait for it."""
+    agent = record(
+        "agent",
+        ev("attempt", 0, workers=2),
+        *[event for event in events if event["t"] < 4 * S],
+        ev("begin", 4, name="checkpoint"),
+        *[event for event in events if event["t"] > 4 * S],
+        ev("end-span", 12, name="checkpoint"),
+        ev("end", 12, outcome="stopped"),
+    )
+    ledger = account([agent, *(record(f"rank-{rank}", step(1, 4, 0, 4)) for rank in (0, 1))])
+    check_balance(ledger)
+    assert seconds(ledger) == {"compute": 8, "checkpoint stall": 16}
+    assert advice in largest_overhead(ledger).advice
+
+
+def test_agent_that_could_not_record_its_end_has_not_vanished():
+    first = record("agent", ev("attempt", 0, workers=1), *outage(3), ev("kept", 5, step=2))
+    second = record("agent", ev("attempt", 0, workers=1), ev("end", 5, outcome="finished"), attempt=2, at=60)
+    ledger = account([first, second])
+    assert [incident.text for incident in ledger.incidents] == ["full", "no end was recorded: the storage had failed"]
+    assert [attempt.ended_in_outage for attempt in ledger.attempts] == [True, False]
+
+
 @pytest.mark.parametrize(("code", "name"), [(-9, "rework"), (1, "rework"), (75, "unattributed"), (0, "unattributed")])
 def test_immediate_stop_loses_the_unfinished_step_and_a_regular_one_does_not(code, name):
     agent = record(
@@ -622,6 +683,8 @@ def test_accounts_match_the_oracle_per_millisecond(plans):
 times = st.one_of(st.integers(-10, 200), st.sampled_from([None, "x", 1.5, 10**400, -(10**25), True, [], {}]))
 fields = {
     "t": times,
+    "since": times,
+    "works": st.sampled_from([True, False, None, 3]),
     "name": st.sampled_from(["startup", "restore", "compile", "checkpoint", "evaluation", "shutdown", "?", 3, None]),
     "step": times,
     "data": times,
@@ -656,6 +719,8 @@ kinds = st.sampled_from(
         "hang",
         "numbers",
         "straggler",
+        "storage",
+        "lost",
         "other",
     ]
 )

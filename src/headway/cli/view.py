@@ -163,7 +163,7 @@ class LiveStatus:
     def numbers(self) -> str:
         """Return loss, speed and the like on one line."""
         if self.trouble is not None:
-            return "(numbers follow when the folder is back)"
+            return "(numbers follow when the folder works again)"
         parts = []
         for key, form in (("loss", "loss {:.4f}"), ("grad_norm", "norm {:.2f}"), ("lr", "lr {:.2e}")):
             if key in self.last:

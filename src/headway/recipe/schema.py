@@ -102,8 +102,8 @@ class Checkpoint(Section):
     retry_s: Annotated[float, Field(ge=0)] = 60.0
     """How long to retry the last save when the disk or store fails; other failed saves are skipped and recorded."""
     outage_s: Annotated[float, Field(ge=0)] = 600.0
-    """How long to wait for the run's folder when it vanishes (renamed, unmounted) and the run cannot continue without
-    it: before the last save, and before a restart."""
+    """How long to train on while records cannot be written (disk full, file system gone) before the run saves where it
+    can and stops with status 75. As long, the last save and restarts wait for a folder that vanished."""
     store: Store | None = None
     """An object store that checkpoints are also put into."""
 

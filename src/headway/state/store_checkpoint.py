@@ -199,6 +199,8 @@ def fetch(store: ObjectStore, step: int, folder: Path) -> Path:
     path = folder / _step_name(step)
     if path.exists():
         raise StateError(f"{path} already exists", hint="use it, or remove it first", usage=True)
+    with explain_write_errors(f"{folder} could not be created"):
+        folder.mkdir(parents=True, exist_ok=True)
     save = begin_checkpoint(folder, step, manifest.bytes, writer=f"fetch-{os.getpid()}")
     try:
         with explain_write_errors(f"{path} could not be written"):

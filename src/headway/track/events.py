@@ -13,27 +13,30 @@ Every other line is an event, with the nanoseconds since that moment as `t`:
             memory (bytes, buffers), kept (step, seconds), checkpoint and upload (step, digest, bytes, seconds),
             skipped (step), unsaved (step, tier, message, hint), retry (message), rhythm (seconds, cost)
             hang (rank, step, phase, seconds, limit, line, stacks, ends), node (node, state), waiting, woken, adopted,
-            straggler, each with a `text`; a failed end has its `failure`, and `recovery` if the run continues
+            straggler, each with a `text`; storage (text, works): the run's folder or disk failed, or works again;
+            a failed end has its `failure`, and `recovery` if the run continues
     ranks   step (step, data, compute; rank 0 adds loss, grad_norm, lr, tokens, cursor, chain ...)
             doubt (step, value): the value in a replay of an element in which replicas differed
     rank 0  resumed (step), eval (step, loss), facts (...), replicas (step, digest)
     any     begin (name) and end-span (name), error (type, message, hint), log (message)
+            lost (events, since): so many events since then could not be written and are missing
 
 A step ended at `t`: `data` ns of waiting for data, then `compute` ns of compute, of which `checkpoint` ns may be a wait
 for a save's copy. Spans (startup, context, restore, buffers, compile, checkpoint, evaluation, compare, shutdown) nest;
 the innermost one counts.
 """
 
+import errno
 import operator
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeAlias, final
 
@@ -46,7 +49,10 @@ FORMAT = 1
 
 Event: TypeAlias = dict[str, Any]
 
+BACKLOG_BYTES = 4 << 20
+"""Events that wait to be written, per process: about 20,000 steps of rank 0."""
 _BATCH = 512  # most events per write, so that the first of a burst reach the file early
+_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -89,13 +95,35 @@ def record_path(folder: Path, attempt: int, process: str) -> Path:
 # -- writing
 
 
+@dataclass(frozen=True)
+class UnwrittenLines:
+    """The end of a record that is not in its file yet."""
+
+    offset: int
+    """Where it begins in the file, in bytes."""
+    lines: bytes
+
+
+class _Flush:
+    """A request to say whether all events before it are in the file."""
+
+    def __init__(self) -> None:
+        self.answered, self.written = threading.Event(), False
+
+
+_Queued: TypeAlias = tuple[int, str, Event] | _Flush | None
+"""An event, a flush, or the end."""
+
+
 @final
 class Recorder:
     """Writes the events of one process; the caller only enqueues a tuple and never waits for the disk.
 
     A daemon thread writes each event immediately, so that a killed process loses almost nothing. What cannot be written
-    (disk full) is dropped and counted while training continues; `failed` and `close` report it. Create it after
-    forking. An existing file is continued on its own clock.
+    (disk full, file system gone) waits in memory, up to `backlog_bytes`, and is retried with every event and every
+    second: the file is always a prefix of what was recorded. Events beyond that are counted and dropped until the rest
+    is written; a `lost` event then says how many and since when. Create it after forking. An existing file is continued
+    on its own clock.
     """
 
     def __init__(
@@ -106,19 +134,20 @@ class Recorder:
         process: str,
         clock: Callable[[], int] = time.monotonic_ns,
         wall: Callable[[], float] = time.time,
+        backlog_bytes: int = BACKLOG_BYTES,
     ) -> None:
         self.path = path
         self.dropped = 0
-        """Events that could not be written."""
-        self.failed: str | None = None
-        """The first write error, as a sentence."""
-        self._clock = clock
-        self._reported = 0
+        """Events that were lost."""
+        self.trouble: str | None = None
+        """Why the last events are not in the file yet, as a sentence."""
+        self._clock, self._backlog_bytes = clock, backlog_bytes
+        self._lost, self._lost_since = 0, 0
         self._closed = False
-        self._queue: SimpleQueue[tuple[int, str, Event] | threading.Event | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Queued] = SimpleQueue()
         now = Header(attempt, process, wall(), clock(), _boot_id(), socket.gethostname(), os.getpid())
         try:
-            self._zero, self._pending = _continue_from(path, now)
+            self._zero, first = _continue_from(path, now)
             path.parent.mkdir(exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -126,7 +155,9 @@ class Recorder:
                 f"cannot write the run's record {path}: {error.strerror}",
                 hint="check that the runs folder exists and is writable",
             ) from error
-        self._write(b"")
+        status = os.fstat(self._file)
+        self._inode, self._unwritten = status.st_ino, UnwrittenLines(status.st_size, first)
+        self._write()
         self._thread = threading.Thread(target=self._drain, name=f"record {process}", daemon=True)
         self._thread.start()
 
@@ -146,22 +177,27 @@ class Recorder:
             self.event("end-span", name=name)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait for all events so far to be written; return False on timeout."""
-        written = threading.Event()
-        self._queue.put(written)
-        return written.wait(timeout_s)
+        """Wait until all events so far are written or cannot be; return whether they are, False on timeout too."""
+        request = _Flush()
+        self._queue.put(request)
+        return request.answered.wait(timeout_s) and request.written
+
+    def unwritten(self) -> UnwrittenLines | None:
+        """What waits in memory, without what `flush` would wait for; None for nothing. Never waits for the disk."""
+        unwritten = self._unwritten
+        return unwritten if unwritten.lines else None
 
     def close(self, timeout_s: float = 10.0) -> str | None:
-        """Write pending events and close the file; return the first error, if any."""
+        """Write pending events and close the file; return why some are not written, if so."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
             self._thread.join(timeout_s)
             if self._thread.is_alive():  # a hung file system: leave the descriptor to the process's end
-                self.failed = self.failed or f"{self.path} accepted no more events within {timeout_s:g} s"
+                self.trouble = self.trouble or f"{self.path} accepted no more events within {timeout_s:g} s"
             else:
                 os.close(self._file)
-        return self.failed
+        return self.trouble
 
     def __enter__(self) -> Self:
         return self
@@ -173,38 +209,65 @@ class Recorder:
 
     def _drain(self) -> None:
         """Write events in batches until the closing None."""
-        while True:
-            batch = [self._queue.get()]
-            while batch[-1] is not None and len(batch) < _BATCH and not self._queue.empty():
-                batch.append(self._queue.get())
-            self._write(b"".join(_encode(*item) for item in batch if isinstance(item, tuple)))
+        batch = list[_Queued]()
+        while batch[-1:] != [None]:
+            batch = self._next_batch()
             for item in batch:
-                if isinstance(item, threading.Event):
-                    item.set()
-            if batch[-1] is None:
-                return
+                if isinstance(item, tuple):
+                    self._append(item)
+            self._write()
+            for item in batch:
+                if isinstance(item, _Flush):
+                    item.written = not self._unwritten.lines
+                    item.answered.set()
 
-    def _write(self, lines: bytes) -> None:
-        """Append complete lines; on failure, store the reason, count lost events and mark a torn line."""
-        data, sent = self._pending + self._lost_notice() + lines, 0
+    def _next_batch(self) -> list[_Queued]:
+        """Wait for the next events; for a second at most while others wait to be written, which are then retried."""
+        try:
+            batch = [self._queue.get(timeout=_RETRY_S if self._unwritten.lines else None)]
+        except Empty:
+            return []
+        while batch[-1] is not None and len(batch) < _BATCH and not self._queue.empty():
+            batch.append(self._queue.get())
+        return batch
+
+    def _append(self, item: tuple[int, str, Event]) -> None:
+        """Add an event to what is to be written; drop and count it where too much waits already."""
+        line, unwritten = _encode(*item), self._unwritten
+        if self._lost or (self.trouble and len(unwritten.lines) + len(line) > self._backlog_bytes):
+            self._lost_since = self._lost_since if self._lost else item[0]
+            self._lost += 1
+            self.dropped += 1
+        else:
+            self._unwritten = UnwrittenLines(unwritten.offset, unwritten.lines + line)
+
+    def _write(self) -> None:
+        """Append what waits to the file; on failure keep the rest and say why."""
+        data, sent = self._unwritten.lines, 0
         try:
             while sent < len(data):
                 sent += os.write(self._file, data[sent:] if sent else data)
+                self.trouble = None
         except OSError as error:
-            self.failed = self.failed or f"cannot write {self.path}: {error.strerror}"
-            first = max(sent - len(data) + len(lines), 0)
-            # A line that lacks only its newline will get it, and is not lost.
-            self.dropped += lines.count(b"\n", first) - (lines[first : first + 1] == b"\n")
-            # A newline turns the torn rest into one unreadable line; an unwritten header is still pending.
-            self._pending = (b"\n" if sent else b"") + (self._pending if sent < len(self._pending) else b"")
-        else:
-            self._pending, self._reported = b"", self.dropped
+            self.trouble = f"cannot write {self.path}: {error.strerror}"
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self._reopen()
+        if sent:
+            self._unwritten = UnwrittenLines(self._unwritten.offset + sent, data[sent:])
+        if self._lost and not self._unwritten.lines:
+            now, lost = self._clock() - self._zero, self._lost
+            text = f"{lost} events were lost: they could not be written for too long"
+            self._lost = 0
+            self._append((now, "lost", {"events": lost, "since": self._lost_since, "text": text}))
+            self._write()
 
-    def _lost_notice(self) -> bytes:
-        if self.dropped == self._reported:
-            return b""
-        message = f"{self.dropped - self._reported} events were lost: {self.failed}"
-        return _encode(self._clock() - self._zero, "log", {"message": message})
+    def _reopen(self) -> None:
+        """Open the same file again for the next try: its file system may have been mounted again."""
+        with suppress(OSError):
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            same = os.fstat(file).st_ino == self._inode
+            os.close(self._file if same else file)
+            self._file = file if same else self._file
 
 
 def _encode(t: int, kind: str, fields: Event) -> bytes:

@@ -56,6 +56,7 @@ _ADVICE = {
 }
 
 
+_STORAGE_ADVICE = "Saves waited for storage that had failed (see the incidents): free space, or repair it."
 _LONGEST = 1 << 62  # nanoseconds; a larger number means a damaged record
 _MOST_WORKERS = 1 << 20  # as above
 _STOPPED_CODE = 75  # a worker that saved and stopped on request
@@ -100,6 +101,10 @@ class AttemptTime:
     device: str
     resumed_from: int | None
     """The step it resumed after; None if it never got that far."""
+    storage_ns: int = 0
+    """How much of its checkpoint stall was a wait for storage that had failed."""
+    ended_in_outage: bool = False
+    """Whether its storage had failed and did not work again before its end."""
 
     @property
     def accounts(self) -> dict[str, int]:
@@ -130,6 +135,8 @@ class Ledger:
     lost_steps: int
     """Steps that a later attempt rolled back."""
     incidents: tuple[Incident, ...]
+    storage_ns: int = 0
+    """How much of the checkpoint stall was a wait for storage that had failed."""
 
     def seconds(self, name: str) -> float:
         """Device-seconds in an account."""
@@ -175,13 +182,17 @@ def account(records: Iterable[Record]) -> Ledger:
         steps=steps,
         lost_steps=sum(lost.values()),
         incidents=tuple(incidents),
+        storage_ns=sum(attempt.storage_ns for attempt in times),
     )
 
 
 def largest_overhead(ledger: Ledger) -> Overhead | None:
     """Return the account other than compute that took the most time, with advice; None if there is no overhead."""
     name = max((name for name in ACCOUNTS if name != "compute"), key=lambda name: ledger.accounts[name])
-    return Overhead(name, ledger.seconds(name), _ADVICE[name]) if ledger.accounts[name] else None
+    outage = any(attempt.ended_in_outage for attempt in ledger.attempts)
+    waited = outage or 2 * ledger.storage_ns > ledger.accounts["checkpoint stall"]
+    advice = _STORAGE_ADVICE if name == "checkpoint stall" and waited else _ADVICE[name]
+    return Overhead(name, ledger.seconds(name), advice) if ledger.accounts[name] else None
 
 
 # -- intervals
@@ -260,6 +271,12 @@ def _span_intervals(events: Sequence[Event], accounts: Mapping[str, str], open_u
     return [(begin, end, accounts[name]) for begin, end, name in spans]
 
 
+def _lost_intervals(worker: "_WorkerEvents") -> list[_Interval]:
+    """Return when a worker lost its events: spans that were open then may have ended meanwhile."""
+    lost = [(_time(event, "since"), _time(event)) for event in worker.rest if event["kind"] == "lost"]
+    return [(since + worker.offset, t, "unattributed") for since, t in lost if since is not None and t is not None]
+
+
 def _step_intervals(steps: Iterable[Event], offset: int, kept: int | None) -> list[_Interval]:
     """Return the data stall and compute of each step; those of rolled-back steps are rework.
 
@@ -335,19 +352,51 @@ class _AttemptRecords:
         """Sum up every worker's accounts."""
         below = _flatten(_span_intervals(self.agent.events, self.spans, self.end_t), self.begin_t, self.end_t)
         resumed = [_time(e, "step") for e in self.leader.rest if e["kind"] == "resumed"]
+        outages, storage_ns = self._outages(), 0
+        workers = list[dict[str, int]]()
+        for rank in range(self.workers):
+            pieces = self._worker(rank, below)
+            accounts = dict.fromkeys(ACCOUNTS, 0)
+            for begin, end, name in pieces:
+                accounts[name or "unattributed"] += end - begin
+                if name == "checkpoint stall":
+                    storage_ns += sum(max(0, min(end, last) - max(begin, first)) for first, last in outages)
+            workers.append(accounts)
         return AttemptTime(
             number=self.number,
             wall=self._wall(self.begin_t),
             length_ns=self.end_t - self.begin_t,
-            workers=tuple(self._worker(rank, below) for rank in range(self.workers)),
+            workers=tuple(workers),
+            storage_ns=storage_ns,
+            ended_in_outage=self._ended_in_outage,
             outcome=self.outcome,
             reason=str(self.end.get("reason", "")),
             device=str(self.start.get("device", "")),
             resumed_from=resumed[-1] if resumed else None,
         )
 
-    def _worker(self, rank: int, below: list[_Interval]) -> dict[str, int]:
-        """Return the accounts of one worker's device."""
+    def _outages(self) -> list[tuple[int, int]]:
+        """Return when the storage had failed, by what the agent recorded; without overlaps."""
+        outages, since = list[tuple[int, int]](), None
+        for event in self.agent.events:
+            t = _time(event)
+            if t is None:
+                continue
+            kind = event["kind"]
+            if kind == "retry" or (kind == "storage" and event.get("works") is False):
+                since = t if since is None else since
+            elif since is not None and (kind == "checkpoint" or (kind == "storage" and event.get("works"))):
+                outages.append((since, t))
+                since = None
+        return outages if since is None else [*outages, (since, self.end_t)]
+
+    @property
+    def _ended_in_outage(self) -> bool:
+        outages = self._outages()
+        return bool(outages) and outages[-1][1] == self.end_t
+
+    def _worker(self, rank: int, below: list[_Interval]) -> Iterable[_Interval]:
+        """Return what one worker's device did, piece by piece."""
         exit_event = self.exits.get(rank)
         exit_t = self.end_t if exit_event is None else min(max(_time(exit_event) or 0, self.begin_t), self.end_t)
         worker = self.ranks.get(rank, _NO_EVENTS)
@@ -356,6 +405,7 @@ class _AttemptRecords:
         spans = _span_intervals(worker.rest, self.spans, open_until)
         steps = _step_intervals(worker.steps, worker.offset, self.kept)
         last = max((end for _, end, _ in (*spans, *steps)), default=None)
+        spans += _lost_intervals(worker)
         cut_off = self.failed or _is_violent(exit_event)
         if hang_t is not None and last is not None:
             # The hang went undetected until the agent reported it; then the worker was killed.
@@ -370,10 +420,7 @@ class _AttemptRecords:
                 saves = self.failed and name == "checkpoint stall"
                 waits = name if saves else "restart" if self.failed else "shut-down"
                 above.append((max(begin, exit_t), end, waits))
-        accounts = dict.fromkeys(ACCOUNTS, 0)
-        for begin, end, name in _overlay(above, below):
-            accounts[name or "unattributed"] += end - begin
-        return accounts
+        return _overlay(above, below)
 
     def _hang_time(self) -> int | None:
         """Return when the agent ended the attempt because of a hang; None if it did not."""
@@ -427,7 +474,9 @@ class _AttemptRecords:
             skips = f"{many} skipped, first at step {first.get('step')}: the previous save was still being written"
             yield Incident(self._wall(_time(first) or 0), self.number, skips)
         if self.outcome is None and self.failed:
-            yield Incident(self._wall(self.end_t), self.number, "the agent vanished without recording an end")
+            why = "the agent vanished without recording an end"
+            why = "no end was recorded: the storage had failed" if self._ended_in_outage else why
+            yield Incident(self._wall(self.end_t), self.number, why)
         events_by_process = {"agent": self.agent.events} | {
             f"worker {rank}": worker.rest for rank, worker in self.ranks.items()
         }
@@ -509,6 +558,8 @@ def _incident_text(event: Event, process: str) -> str | None:
         case "rhythm":
             every, cost = _number(event.get("seconds")), _number(event.get("cost"))
             return f"saving every {every:,.0f} s from now on; each save stalls for {cost:.3f} s"
+        case "lost":
+            return f"{process}: {event.get('text', '')}"
         case "unsaved":
             what = "uploaded" if event.get("tier") == "store" else "saved"
             return f"step {event.get('step')} was not {what}: {event.get('message')}"

@@ -36,10 +36,6 @@ from headway.train.restore import restore
 from headway.train.stop import StopRequest
 
 
-class RecordLost(Exception):
-    """The run's record can no longer be written; training stops rather than continue unrecorded."""
-
-
 @dataclass(frozen=True)
 class RunProgress:
     """A run's progress: steps done, samples consumed, and the chain."""

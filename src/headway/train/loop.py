@@ -16,7 +16,7 @@ from headway.parallel import finish_gradients, total_norm
 from headway.recipe.assignment import SuspectElement
 from headway.state.tiers import tiers_at, tiers_at_end
 from headway.track import chain
-from headway.train.build import Parts, RecordLost, RunProgress
+from headway.train.build import Parts, RunProgress
 from headway.train.cuda_graphs import passes_of
 from headway.train.evaluate import evaluate
 from headway.train.meter import MeasuredStep
@@ -50,8 +50,6 @@ def train(
         step += 1
         beat.step(step)
         parts.faults.reach("start", step)
-        if parts.recorder.failed:
-            raise RecordLost(parts.recorder.failed)
 
         # the batch: this worker's rows of the samples at the cursor
         meter.begin()

@@ -19,6 +19,7 @@ from headway.state import BufferPlan, Channel, ChannelClosed, Message, SaveBuffe
 from headway.state.save_buffer import NEVER
 from headway.state.tensors import OwnedPiece, as_tensor, frozen_names, named_state, owned_pieces
 from headway.state.tiers import Tier
+from headway.track.carried_records import carry_record
 from headway.train.build import Parts
 from headway.train.rng import rng_state
 
@@ -160,10 +161,11 @@ class SaveClient:
 
     def _tell(self, number: int, step: int, stall_s: float) -> None:
         self._faults.reach("saved", step)
-        # A state must not outlive the record of its steps: resuming from it would leave a gap.
-        self._recorder.flush(FLUSH_S)
+        # A state must not outlive the record of its steps: what cannot be written now travels with it.
+        flushed = self._recorder.flush(FLUSH_S)
+        carried = {} if flushed else {name: r.model_dump() for name, r in carry_record(self._recorder).items()}
         self._buffers[number].mark(step, step)
-        self._say("filled", buffer=number, step=step, stall_s=stall_s)
+        self._say("filled", buffer=number, step=step, stall_s=stall_s, **({"records": carried} if carried else {}))
 
     def _refresh(self) -> None:
         """Look up buffers again, since a module may replace them; parameters and optimizer states never move."""

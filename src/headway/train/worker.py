@@ -15,7 +15,7 @@ from headway.track import Recorder, RunFolder, read_recipe, record_path
 from headway.track.access import adopt_umask
 from headway.track.heartbeat import HeartbeatPages, HeartbeatWriter
 from headway.train import stack_responder as stacks
-from headway.train.build import Parts, RecordLost, build
+from headway.train.build import Parts, build
 from headway.train.compilation import record_compilation
 from headway.train.custom_init import init_custom_model
 from headway.train.environment import record_environment, record_facts
@@ -46,7 +46,7 @@ def main(line: Channel) -> int:
     try:
         recorder = Recorder(record_path(run.events, assignment.attempt, name), attempt=assignment.attempt, process=name)
     except RunError:
-        return RECORD_LOST
+        return RECORD_LOST  # only a status, since a message cannot be recorded either
     recipe = read_recipe(run)
     stop = StopRequest()
     stop.listen()
@@ -57,8 +57,6 @@ def main(line: Channel) -> int:
             init_custom_model(run, recipe, assignment.workers)
             return FINISHED
         return FINISHED if work(assignment, recipe, recorder, stop, line, message) else STOPPED
-    except RecordLost:
-        return RECORD_LOST  # only a status, since a message cannot be recorded either
     except Exception as error:
         traceback.print_exc()
         reported = explain(error, recipe)

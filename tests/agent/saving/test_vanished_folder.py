@@ -38,7 +38,10 @@ FACTS = CheckpointFacts(cursor=3, chain="c", data_version="v")
 
 
 class Recorded:
-    """Stands for the agent's recorder."""
+    """Stands for the agent's recorder, which can write everything."""
+
+    def unwritten(self):
+        return None
 
     def __init__(self):
         self.events = []

@@ -180,6 +180,28 @@ def test_failures_that_a_restart_would_not_fix(tmp_path: Path, ended: AttemptEnd
     assert classify_failure(attempt_in(tmp_path), ended, outcome, -1).cause == "other"
 
 
+@pytest.mark.parametrize(
+    ("unsaved", "uploaded", "outage", "status", "words"),
+    [
+        (True, False, None, 1, "the last state could not be saved: no room"),
+        (True, True, None, 75, "the last state is in the object store; on disk: no room"),
+        (True, True, "no records for 600 s", 75, "no records for 600 s: the last state is in the object store"),
+        (True, False, "no records for 600 s", 75, "no records for 600 s: the last state could not be saved"),
+        (False, False, "no records for 600 s", 75, "no records for 600 s: state saved"),
+        (False, False, None, 75, "stopped on request, state saved"),
+    ],
+)
+def test_run_whose_storage_failed_can_be_resumed(
+    tmp_path: Path, unsaved: bool, uploaded: bool, outage: str | None, status: int, words: str
+) -> None:
+    error = StateError("no room", hint="make some") if unsaved else None
+    evidence = collect_evidence(RunFolder(tmp_path), 2, exits((0, 75), (1, 75)), 1, error)
+    outcome = explain_exit(replace(evidence, uploaded=uploaded, outage=outage))
+    assert outcome.exit_status == status
+    assert words in outcome.reason
+    assert outcome.hint
+
+
 def test_step_reached(tmp_path: Path) -> None:
     """Recorded or held in memory, whichever is later: a killed worker's last line may be missing."""
     ended = exits((1, -9), (0, 1))

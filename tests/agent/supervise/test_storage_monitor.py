@@ -19,12 +19,14 @@ class Clock:
 
 
 class Events:
-    def __init__(self):
-        self.texts = []
+    """Stands for the agent's recorder."""
 
-    def event(self, kind, *, text):
+    def __init__(self):
+        self.texts, self.trouble = [], None
+
+    def event(self, kind, *, text, works):
         assert kind == "storage"
-        self.texts.append(text)
+        self.texts.append((text, works))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_file_system_that_hangs_blocks_nothing_but_the_look(tmp_path):
 
 def test_trouble_is_recorded_once_and_the_step_told_until_it_ends():
     clock, events, told, trouble = Clock(), Events(), [], [None]
-    reporter = StorageReporter(lambda: trouble[0], lambda text, step: told.append((text, step)), clock)
+    reporter = StorageReporter(lambda: trouble[0], lambda text, step: told.append((text, step)), 600.0, clock)
     reporter.attend(events, 1)
     assert (events.texts, told) == ([], [])
     trouble[0] = "the folder is gone"
@@ -103,11 +105,36 @@ def test_trouble_is_recorded_once_and_the_step_told_until_it_ends():
         reporter.attend(events, step)
         clock.now += 0.6
     assert len(events.texts) == 1
-    assert "the folder is gone; training continues" in events.texts[0]
+    assert "the folder is gone; training continues" in events.texts[0][0]
     assert [step for _, step in told] == [2, 4]
     trouble[0] = None
     for step in (6, 7):
         reporter.attend(events, step)
     assert told[-1] == (None, 6)
     assert len(events.texts) == 2
-    assert "is back after 2 s" in events.texts[1]
+    assert "works again after 2 s" in events.texts[1][0]
+    assert [works for _, works in events.texts] == [False, True]
+
+
+def test_run_stops_only_when_records_cannot_be_written_for_too_long():
+    """A folder that is gone does not end it while open files take its records."""
+    clock, events, trouble = Clock(), Events(), ["the folder is gone"]
+    reporter = StorageReporter(lambda: trouble[0], lambda _text, _step: None, 600.0, clock)
+
+    def after(seconds):
+        clock.now += seconds
+        reporter.attend(events, 1)
+        return reporter.has_lasted()
+
+    assert not after(0)
+    assert not after(1000)
+    events.trouble, trouble[0] = "cannot write a: No space left on device", None
+    assert not after(0)
+    assert not after(599)
+    events.trouble = None  # for a moment: it starts anew
+    assert not after(0)
+    events.trouble = "cannot write a: No space left on device"
+    assert not after(0)
+    assert not after(600)
+    assert after(1)
+    assert reporter.lasted_s() == 601

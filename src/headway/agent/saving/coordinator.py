@@ -36,8 +36,11 @@ from headway.state import (
     MessageChannel,
     list_checkpoints,
 )
+from headway.state.tiers import tiers_at_end
 from headway.track import Recorder, RunFolder, run_id
+from headway.track.carried_records import CarriedRecord, CarriedRecords, carry_record, restore_records
 
+RESTORE_EVERY_S = 1.0
 FIRST_GUESS_BYTES_S = 2e9
 """At which a state is copied to memory, until a save has shown it."""
 
@@ -73,6 +76,9 @@ class SaveCoordinator:
             check_folder=(lambda: None) if folder is None else folder.check,
         )
         self._folder, self._owed = folder, False
+        self._carried: CarriedRecords = {}
+        """Records of processes that have ended, which could not be written yet."""
+        self._next_restore = 0.0
         self._channels: dict[int, MessageChannel] = {}
         self._pieces: dict[int, dict[str, Any]] = {}
         self._plans: dict[int, BufferPlan] = {}
@@ -82,6 +88,8 @@ class SaveCoordinator:
         """Why the run's last state could not be made durable, if it could not."""
         self.not_uploaded: StateError | None = None
         """Why the last state is not in the object store."""
+        self.uploaded = False
+        """Whether the last state is in the object store."""
 
     def before_upload(self, do: Callable[[], object]) -> None:
         """Call this before each checkpoint is uploaded."""
@@ -130,17 +138,27 @@ class SaveCoordinator:
                 self._store("copied", newest)
                 self._recorder.event("copied", step=step)
                 self._free()
-        if self._owed and not self.busy and self._folder is not None and self._folder.trouble() is None:
+        if self._carried and time.monotonic() >= self._next_restore and self._folder_works():
+            self._next_restore = time.monotonic() + RESTORE_EVERY_S
+            self._carried = restore_records(self._run, self._carried)
+        if self._owed and not self.busy and self._folder_works():
             self._pay()
         if self.steady and self._schedule.is_due(time.monotonic()):
             self._schedule.requested()
             self._send(0, "save")
 
     def end(self) -> None:
-        """The attempt's workers are gone."""
+        """The attempt's workers are gone; what they could not record is in the newest state that they saved."""
         self.poll()
         self._channels = {}
+        if self.memory.newest is not None:
+            self.restore_records({n: r for n, r in self.memory.newest.records.items() if not n.endswith("agent.jsonl")})
         self.memory.forget_unfinished()
+
+    def restore_records(self, records: CarriedRecords) -> None:
+        """Append records that a saved state carried to their files, as soon as that is possible."""
+        self._carried |= records
+        self._next_restore = 0.0
 
     # -- after it
 
@@ -159,13 +177,19 @@ class SaveCoordinator:
             if self._writer.trouble not in (None, trouble):
                 trouble = self._writer.trouble
                 self._recorder.event("retry", message=trouble)
+        self._next_restore = 0.0
+        self.poll()
 
-    def rescue(self, durable: Sequence[CheckpointEntry]) -> None:
-        """Write the newest state in memory, if the disk has none as new."""
+    def rescue(self, durable: Sequence[CheckpointEntry], upload: bool = False) -> None:
+        """Write the newest state in memory, if the disk has none as new; `upload` it too if there is a store."""
         snapshot = self.memory.restorable()
         newest = max((entry.step for entry in durable), default=-1)
         if snapshot is not None and len(snapshot.tiers) == 1 and snapshot.step > newest:
-            self._writer.write(replace(snapshot, tiers=("memory", "disk")))
+            tiers = tiers_at_end(self._recipe.checkpoint) if upload else ("memory", "disk")
+            self._writer.write(replace(snapshot, tiers=tiers, last=snapshot.last or upload))
+
+    def _folder_works(self) -> bool:
+        return self._folder is not None and self._folder.trouble() is None
 
     def _owe(self) -> None:
         """The folder is gone and a save to disk failed: the newest state stays in memory and is written later."""
@@ -260,12 +284,15 @@ class SaveCoordinator:
         snapshot = self._snapshots[step]
         snapshot.rng[str(rank)] = note["rng"]
         snapshot.stall_s = max(snapshot.stall_s, fields["stall_s"])
+        snapshot.records |= {n: CarriedRecord.model_validate(r) for n, r in fields.get("records", {}).items()}
         self.memory.take(snapshot, rank, fields["buffer"])
         if snapshot.is_complete:
             del self._snapshots[step]
             self._complete(snapshot)
 
     def _complete(self, snapshot: StateSnapshot) -> None:
+        snapshot.records |= self._carried | carry_record(self._recorder)
+        snapshot.run = "" if self._folder is None else self._folder.run_id
         self.memory.complete(snapshot)
         self._schedule.saved(snapshot.stall_s, durable=len(snapshot.tiers) > 1)
         if (interval_s := self._schedule.changed_interval(time.monotonic())) is not None:
@@ -301,6 +328,8 @@ class SaveCoordinator:
             self._recorder.event(kind, step=step, digest=done.digest, bytes=done.bytes, seconds=done.seconds)
             if tier == "disk":
                 self.unsaved = None
+            elif done.snapshot.last:
+                self.uploaded = True
 
     def _free(self) -> None:
         for rank, number, snapshot in self.memory.freed():

@@ -23,6 +23,7 @@ from headway.state import (
 )
 from headway.state.manifest import digest_of, file_entry
 from headway.state.tiers import Tier
+from headway.track.carried_records import CarriedRecords, dump_records
 
 ENOUGH = 2
 """Buffers per worker: one that is held or written, one that is filled meanwhile."""
@@ -50,6 +51,10 @@ class StateSnapshot:
     """Whether nothing reads it any more; the newest may stay anyway."""
     stall_s: float = 0.0
     """How long it stalled the slowest worker."""
+    run: str = ""
+    """The run's id, where there are `records`."""
+    records: CarriedRecords = field(default_factory=dict)
+    """Records of its steps that could not be written yet."""
 
     @property
     def is_complete(self) -> bool:
@@ -59,7 +64,8 @@ class StateSnapshot:
     @property
     def all_facts(self) -> CheckpointFacts:
         """What a checkpoint stores besides tensors."""
-        return self.facts.model_copy(update={"rng": self.rng})
+        extra = self.facts.extra | dump_records(self.run, self.records)
+        return self.facts.model_copy(update={"rng": self.rng, "extra": extra})
 
 
 def count_buffers(state_bytes: int, free_bytes: int, bound_gb: float | None) -> int:

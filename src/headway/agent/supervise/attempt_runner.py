@@ -4,6 +4,7 @@ Nothing here touches a tensor: workers are forked by a zygote, record events in 
 shared memory, leave their state in the agent's memory, and are stopped by a signal.
 """
 
+import contextlib
 import select
 import shutil
 import signal
@@ -26,13 +27,15 @@ from headway.agent.supervise.outcome import (
 )
 from headway.agent.supervise.recover import Failure
 from headway.agent.supervise.stop_signals import StopSignals
-from headway.agent.supervise.storage_monitor import FolderMonitor, StorageReporter
+from headway.agent.supervise.storage_monitor import StorageReporter
 from headway.agent.supervise.worker_monitor import WorkerMonitor
 from headway.agent.workers.workers import NodeLost, TooFewNodes, Workers
 from headway.agent.workers.zygote import ZygoteDied, log_tail
 from headway.errors import USAGE_TYPES, HeadwayError, WorkerError
 from headway.state import list_checkpoints
-from headway.track import Recorder, RunFolder, read_recipe, read_record, record_path
+from headway.state.address import open_address
+from headway.track import Recorder, RunFolder, read_recipe, read_record, record_path, run_id
+from headway.track.carried_records import parse_records
 
 POLL_S = 0.15
 ALIVE_S = 1.0
@@ -62,10 +65,11 @@ class AgentContext:
     """Workers that were asked for, of which some may have been lost."""
     recorder: Recorder
     """Of the current attempt."""
-    folder: FolderMonitor
     reporter: StorageReporter
     outage_s: float
-    """How long to wait for the run's folder where nothing can be done without it."""
+    """How long to continue without records, and to wait for the run's folder where nothing can be done without it."""
+    outage: str | None = None
+    """The failure of the storage for which the run stops."""
     _last: float = field(default_factory=time.monotonic)
     _signed: float = 0.0
 
@@ -80,6 +84,11 @@ class AgentContext:
             self.recorder.event("alive")
         self._last = now
         self.reporter.attend(self.recorder, self.monitor.step)
+        if self.outage is None and not self.stop_signals.asked and self.reporter.has_lasted():
+            self.outage = f"records could not be written for {self.outage_s:.0f} s ({self.recorder.trouble})"
+            self.stop_signals.asked = 1
+            text = f"{self.outage}: saving where it can, and stopping"
+            self.recorder.event("storage", text=text, works=False)
         self.workers.attend()
         for event in self.workers.node_events:
             self.recorder.event("node", node=event.node, state=event.state, text=event.text)
@@ -92,11 +101,10 @@ class AgentContext:
             self.recorder.event("alone", text="the command that runs it was killed: saving and stopping")
         self.on_tick()
 
-    def wait_for_folder(self) -> str | None:
-        """Wait while the run's folder is gone; return what is wrong with it after `outage_s`, or when asked to stop."""
-        deadline = time.monotonic() + self.outage_s
-        while (trouble := self.folder.trouble()) is not None:
-            if time.monotonic() > deadline or self.stop_signals.asked:
+    def wait_for_storage(self) -> str | None:
+        """Wait while the folder is gone or full; return what is wrong after `outage_s` of it, or when asked to stop."""
+        while (trouble := self.reporter.trouble(self.recorder)) is not None:
+            if self.reporter.lasted_s() > self.outage_s or self.stop_signals.asked:
                 return trouble
             time.sleep(POLL_S)
             self.tick()
@@ -130,7 +138,7 @@ def run_attempt(attempt: Attempt, agent: AgentContext) -> AttemptResult:
         _watch_workers(attempt, agent, end)
         end.lost_nodes = list(workers.lost_nodes)
         if end.first_failure is not None:  # what explains it is read from the folder
-            agent.wait_for_folder()
+            agent.wait_for_storage()
         end.bystanders |= collateral_ranks(attempt)
         recorder.event("begin", name="shutdown")
         saves.end()
@@ -142,7 +150,8 @@ def run_attempt(attempt: Attempt, agent: AgentContext) -> AttemptResult:
         # 5 explain how it ended
         end.killed_for_memory = out_of_memory_kills() > kills_before
         stops = agent.stop_signals.asked
-        outcome = explain_exit(collect_evidence(run, attempt.number, end, stops, saves.unsaved))
+        evidence = collect_evidence(run, attempt.number, end, stops, saves.unsaved)
+        outcome = explain_exit(replace(evidence, uploaded=saves.uploaded, outage=agent.outage))
         if saves.not_uploaded is not None and outcome.state != "failed":
             outcome = replace(outcome, reason=f"{outcome.reason}; not uploaded: {saves.not_uploaded.message}")
         if outcome.state == "stopped" and end.leaving and not stops:
@@ -196,6 +205,9 @@ def _start(attempt: Attempt, agent: AgentContext) -> None:
         state = saves.memory.state_files() if attempt.from_memory else None
         if attempt.from_memory and (state is None or state.step != attempt.from_step):
             raise NodeLost(f"the state of step {attempt.from_step} in memory was lost with a node")
+        if attempt.checkpoint is not None and attempt.number > 1:
+            with contextlib.suppress(HeadwayError):  # a damaged one, which workers report
+                saves.restore_records(parse_records(run_id(run), open_address(attempt.checkpoint).manifest.extra))
         for rank, channel in workers.assign_all(attempt, state):
             saves.listen(rank, channel)
 
@@ -278,11 +290,11 @@ def _forward_stops(attempt: Attempt, agent: AgentContext, forwarded: int) -> int
     return asked
 
 
-def emergency_save(run: RunFolder, agent: AgentContext) -> None:
-    """Before a run fails for good, write the state that is in memory as a checkpoint."""
+def emergency_save(run: RunFolder, agent: AgentContext, upload: bool = False) -> None:
+    """Before a run fails for good, write the state that is in memory as a checkpoint; `upload` it too if asked to."""
     with agent.recorder.span("checkpoint"):
         agent.saves.finish(agent.tick, lambda: agent.stop_signals.asked >= 2, POLL_S)
-        agent.saves.rescue(list_checkpoints(run.checkpoints))
+        agent.saves.rescue(list_checkpoints(run.checkpoints), upload)
         agent.saves.finish(agent.tick, lambda: agent.stop_signals.asked >= 2, POLL_S)
 
 

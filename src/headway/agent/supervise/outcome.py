@@ -78,7 +78,11 @@ class ExitEvidence:
     end: AttemptEnd
     stops_requested: int = 0
     unsaved: StateError | None = None
-    """Why the last state could not be saved."""
+    """Why the last state could not be saved to disk."""
+    uploaded: bool = False
+    """Whether the last state is in the object store."""
+    outage: str | None = None
+    """The failure of the storage for which the run was stopped."""
     errors: Mapping[int, dict[str, Any] | None] = field(default_factory=dict)
     """The error that each worker recorded, if any; the first to fail comes first."""
     log_tail: str = ""
@@ -100,7 +104,7 @@ def collect_evidence(
     }
     tail = log_tail(run.logs / f"{attempt:04d}-rank-{rank}.log", 3)
     free_bytes = shutil.disk_usage(run.path).free if run.path.exists() else 0
-    return ExitEvidence(run, end, stops_requested, unsaved, errors, tail, free_bytes)
+    return ExitEvidence(run, end, stops_requested, unsaved, errors=errors, log_tail=tail, free_bytes=free_bytes)
 
 
 def explain_exit(evidence: ExitEvidence) -> AttemptOutcome:
@@ -108,9 +112,17 @@ def explain_exit(evidence: ExitEvidence) -> AttemptOutcome:
     run, end, unsaved = evidence.run, evidence.end, evidence.unsaved
     resume = f"headway resume {run.name}"
     first = end.first_failure
+    if first is None and unsaved is not None and (evidence.uploaded or evidence.outage is not None):
+        where = "the last state is in the object store" if evidence.uploaded else "the last state could not be saved"
+        outage = f"{evidence.outage}: " if evidence.outage is not None else ""
+        return AttemptOutcome(
+            "stopped", f"{outage}{where}; on disk: {unsaved.message}", f"repair the storage, then {resume}"
+        )
     if first is None and unsaved is not None:
         return AttemptOutcome("failed", f"the last state could not be saved: {unsaved.message}", unsaved.hint)
     if first is None:
+        if evidence.outage is not None:
+            return AttemptOutcome("stopped", f"{evidence.outage}: state saved", resume)
         if AttemptOutcome.STOPPED_CODE in end.codes.values():
             if end.leaving and not evidence.stops_requested:
                 return AttemptOutcome("stopped", f"{left_on_request(end.leaving)}, state saved", resume)

@@ -1,7 +1,8 @@
-"""Notices when a run's folder vanishes, says so, and lets nothing be created in its place until it is back.
+"""Notices when a run's folder vanishes or takes no records, says so, and decides when that has lasted too long.
 
 A thread looks at the folder again and again, so that a file system that hangs blocks only that thread. Meanwhile
-training continues: open files stay open in a renamed folder, and states stay in memory (agent/saving/coordinator.py).
+training continues and nothing is created in the folder's place: open files stay open in a renamed folder, records that
+cannot be written wait in memory (track/events.py), and so do states (agent/saving/coordinator.py).
 """
 
 import threading
@@ -57,6 +58,11 @@ class FolderMonitor:
         self.superseded = False
         """Whether another process has the run's lock since the folder was mounted again."""
 
+    @property
+    def run_id(self) -> str:
+        """The id of the run."""
+        return self._opened.run
+
     def start(self) -> None:
         """Look again and again, in the background."""
         threading.Thread(target=self._watch, name="folder", daemon=True).start()
@@ -93,34 +99,61 @@ class FolderMonitor:
 
 
 class StorageReporter:
-    """Tells people about the folder's trouble: the live view over the launcher's channel, and the run's record."""
+    """Tells people that the folder is gone or records cannot be written, and decides when that has lasted too long.
+
+    The live view is told over the launcher's channel, since it reads the records; they get it as soon as they can be
+    written.
+    """
 
     def __init__(
         self,
-        trouble: Callable[[], str | None],
+        folder_trouble: Callable[[], str | None],
         tell: Callable[[str | None, int], None],
+        outage_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`tell` gets what is wrong, or None, and the step that the workers have reached."""
-        self._trouble, self._tell, self._clock = trouble, tell, clock
+        self._folder_trouble, self._tell, self._outage_s, self._clock = folder_trouble, tell, outage_s, clock
         self._since: float | None = None
+        self._unrecorded_since: float | None = None
         self._told_at = 0.0
+
+    def trouble(self, recorder: Recorder) -> str | None:
+        """What is wrong now, if anything is."""
+        return self._folder_trouble() or recorder.trouble
 
     def attend(self, recorder: Recorder, step: int) -> None:
         """Report what has changed since the last call, and the step while there is trouble."""
-        trouble, now = self._trouble(), self._clock()
+        trouble, now = self.trouble(recorder), self._clock()
+        self._unrecorded_since = None if recorder.trouble is None else self._unrecorded_since or now
         if trouble is None:
             if self._since is not None:
-                text = f"the run's folder is back after {now - self._since:.0f} s; the newest state is written there"
-                recorder.event("storage", text=text)
+                text = f"the run's folder works again after {now - self._since:.0f} s; nothing waits in memory any more"
+                recorder.event("storage", text=text, works=True)
                 self._tell(None, step)
             self._since = None
             return
+        text = f"{trouble}; training continues, and what cannot be written waits in memory"
         if self._since is None:
             self._since = now
-            trouble += "; training continues, its newest state stays in memory"
-            recorder.event("storage", text=trouble)
+            recorder.event("storage", text=text, works=False)
         elif now - self._told_at < REPORT_EVERY_S:
             return
         self._told_at = now
-        self._tell(trouble, step)
+        self._tell(text, step)
+
+    def lasted_s(self) -> float:
+        """How long there has been trouble, as of now; 0 if there is none."""
+        return 0.0 if self._since is None else self._clock() - self._since
+
+    def has_lasted(self) -> bool:
+        """Whether records could not be written for so long that the run should save what it can and stop.
+
+        A folder that is gone does not end a run by itself: where open files still take records, nothing is lost.
+        """
+        return outlasted(self._unrecorded_since, self._clock(), self._outage_s)
+
+
+def outlasted(since: float | None, now: float, limit_s: float) -> bool:
+    """Whether something that began at `since`, if it did, has lasted for longer than `limit_s`."""
+    return since is not None and now - since > limit_s

@@ -114,8 +114,7 @@ def _supervise(
             lambda: _tick(on_tick, stop_signals, store_lease, folder),
             first.workers,
             _recorder(attempt),
-            folder,
-            StorageReporter(folder.trouble, fd_store.tell_storage),
+            StorageReporter(folder.trouble, fd_store.tell_storage, outage_s),
             outage_s,
         )
         while True:
@@ -156,8 +155,11 @@ def _recover(
 ) -> tuple[AttemptResult, RestoreChoice | None]:
     """After a failed attempt: classify the failure, decide, and save what there is if the run is over."""
     run, saves, workers = attempt.folder, agent.saves, agent.workers
-    if (trouble := agent.wait_for_folder()) is not None:
-        outcome = replace(result.outcome, reason=f"{result.outcome.reason}; {trouble}")
+    if (trouble := agent.wait_for_storage()) is not None:
+        emergency_save(run, agent, upload=True)
+        where = "; the newest state is in the object store" if saves.uploaded else ""
+        hint = f"repair the storage, then headway resume {run.name}"
+        outcome = AttemptOutcome("stopped", f"{result.outcome.reason}; {trouble}{where}", hint)
         return replace(result, outcome=outcome), None
     failure = result.failure or classify_failure(attempt, result.end, result.outcome, saves.memory.step)
     workers.survey()
