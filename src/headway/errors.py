@@ -11,6 +11,7 @@ HeadwayError             exit status 1, except as said
 |   `-- FolderGone       the folder it belongs into is not there now, and may come back
 |-- RunError             a run folder is missing, in use, or in the wrong state
 |-- ModelError           a model cannot be read, built or converted (2)
+|-- RequestError         a request to a model asks for what it cannot do (2)
 |-- WorkerError          a worker of a run failed
 `-- EngineError          what starts processes on machines is not there, or refuses
     `-- EngineUnreachable    it does not answer: nothing is known of its jobs
@@ -97,6 +98,12 @@ class RunError(HeadwayError):
 
 class ModelError(HeadwayError):
     """A model cannot be read, built or converted."""
+
+    exit_status = 2
+
+
+class RequestError(HeadwayError):
+    """A request to a model asks for what it cannot do."""
 
     exit_status = 2
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from headway.cli.sample import sample as sample_command
 from headway.data.tokenizer import TextTokenizer, train_tokenizer
 from headway.errors import HeadwayError, ModelError, RunError, StateError, UsageError
-from headway.inference import generate_ids
 from headway.inference.sample import SampleRequest, main, sample
 from headway.models import Decoder, empty_decoder, init_weights
 from headway.recipe import Data, Model, Recipe, Train
@@ -51,14 +51,14 @@ class Fixture:
 
     def greedy(self, step: int, prompt: str, max_tokens: int) -> str:
         ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.end_of_text]
-        generated = generate_ids(
-            self.decoders[step],
-            ids,
-            max_tokens=max_tokens,
-            temperature=0,
-            stop_id=self.tokenizer.end_of_text,
-            vocab_size=self.tokenizer.vocab_size,
-        )
+        generated: list[int] = []
+        for _ in range(max_tokens):
+            with torch.no_grad():
+                logits = self.decoders[step](torch.tensor([[*ids, *generated]]))[0, -1]
+            token = int(logits[: self.tokenizer.vocab_size].argmax())
+            if token == self.tokenizer.end_of_text:
+                break
+            generated.append(token)
         whole = self.tokenizer.decode([*ids, *generated])
         return whole[len(self.tokenizer.decode(ids)) :]
 

@@ -31,7 +31,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: str = "
 
 
 def table_of(length: int, pairs: int, device: str = "cpu") -> Tensor:
-    return rotary_table(5, length, 2 * pairs, 10_000, torch.device(device))
+    return rotary_table(torch.arange(5, 5 + length, device=device), 2 * pairs, 10_000)
 
 
 def exact(x: Tensor, table: Tensor) -> Tensor:

@@ -14,9 +14,17 @@ import torch
 from lazy_transformers import transformers
 from torch import Tensor
 
-from headway.models import Decoder, empty_cache, empty_decoder, load_into, write_folder
+from headway.inference.blocks import BlockPool
+from headway.inference.engine import EngineModel, InferenceEngine
+from headway.inference.kv_cache import PagedKvCache
+from headway.inference.params import SamplingParams
+from headway.inference.runner import PagedRunner
+from headway.inference.scheduler import Chunk, Limits
+from headway.inference.sequence import Sequence
+from headway.models import Decoder, empty_decoder, load_into, write_folder
 from headway.plan import parameters
 from headway.recipe.huggingface import read_model
+from headway.recipe.rope import RotaryModel
 
 SIZES = {
     "vocab_size": 211,
@@ -224,13 +232,64 @@ def assert_comes_back(case: Case, source: Path, hf_model: Any, target: Path) -> 
 
 
 def assert_cache(case: Case, folder: Path, hf_model: Any = None) -> None:
-    """A token at a time, over the end of a window and far from it: the logits of all at once."""
+    """In pieces, over the end of a window and far from it, beside another sequence: the logits of all at once."""
     hf_model or make(case, folder)
     decoder = load(folder)
-    ids = tokens(rows=1)
+    ids = tokens(rows=2)
     with torch.no_grad():
         wanted = decoder(ids)
-        for ends in ((0, 5, *range(6, 15)), (0, 37, 38, 39, 40)):
-            cache = empty_cache(decoder, capacity=40)
-            logits = [decoder.logits(decoder.hidden(ids[:, low:high], cache=cache)) for low, high in pairwise(ends)]
-            torch.testing.assert_close(torch.cat(logits, dim=1), wanted[:, : ends[-1]], rtol=1e-4, atol=1e-4)
+        for ends in ((0, 5, *range(6, 15)), (0, 17, 37, 38, 39, 40)):
+            engine = make_engine(decoder, blocks=40)
+            rows = [Sequence("", 0, i, row.tolist(), SamplingParams(), 99, 0, blocks=list(range(i, 40, 2)))
+                    for i, row in enumerate(ids)]  # fmt: skip
+            for low, high in pairwise(ends):
+                chunks = [Chunk(rows[0], low, high - low), Chunk(rows[1], low, high - low)]
+                logits = engine.runner.logits(engine.runner.run(chunks)).unflatten(0, (2, -1))
+                torch.testing.assert_close(logits, wanted[:, low:high], rtol=1e-4, atol=1e-4)
+
+
+def make_engine(decoder: Decoder, blocks: int, limits: Limits | None = None) -> InferenceEngine:
+    """An engine with small blocks."""
+    device = torch.device("cpu")
+    pages = PagedKvCache(decoder.model.layers, decoder.cache_widths(), blocks, 4, torch.float32, device)
+    switch = decoder.model.switch_length if isinstance(decoder.model, RotaryModel) else None
+    model = EngineModel(200, 4096, (), switch)
+    return InferenceEngine(PagedRunner(decoder, pages, device), model, BlockPool(blocks, 4), limits)
+
+
+def assert_generates(case: Case, folder: Path, hf_model: Any = None) -> None:
+    """Ten requests at once, in a cache too small for all: the tokens of `transformers` for each alone.
+
+    From where its best two logits are within 1e-4 of each other on, tokens may differ.
+    """
+    hf_model = hf_model or make(case, folder)
+    engine = make_engine(load(folder), blocks=44, limits=Limits(max_batch_tokens=40, max_sequences=9))
+    lengths = (1, 3, 9, 14, 30, 57, 60, 63, 30, 66)  # longrope switches at 64
+    prompts = [tokens(rows=1, length=length, seed=20 + length)[0].tolist() for length in lengths]
+    made: list[list[int]] = [[] for _ in prompts]
+    for number, prompt in enumerate(prompts):
+        engine.add(str(number), prompt, SamplingParams(max_tokens=14, temperature=0))
+    while engine.busy:
+        for output in engine.step():
+            assert output.token_id is not None
+            made[int(output.request_id)].append(output.token_id)
+    assert engine.counts.preemptions, "else nothing was short"
+    assert engine.counts.shared_tokens, "two prompts are the same"
+    assert engine.pool.free == engine.pool.count, "all blocks are back"
+    for prompt, ids in zip(prompts, made, strict=True):
+        theirs, margins = greedy(hf_model, prompt, 14, case.extra)
+        clear = next((i for i, margin in enumerate(margins) if margin < 1e-4), len(theirs))
+        assert ids[:clear] == theirs[:clear], (len(prompt), ids, theirs, margins)
+        assert len(ids) == 14
+
+
+def greedy(hf_model: Any, prompt: list[int], count: int, extra: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """What `transformers` takes for the likeliest tokens, and by how much; ids from 200 on are left out."""
+    hf_model.generation_config.suppress_tokens = list(range(200, hf_model.config.get_text_config().vocab_size))
+    with torch.no_grad():
+        made = hf_model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=count,
+            do_sample=False, return_dict_in_generate=True, output_scores=True, pad_token_id=0, **extra
+        )  # fmt: skip
+    best = [scores[0].topk(2).values for scores in made.scores]
+    return made.sequences[0, len(prompt) :].tolist(), [float(first - second) for first, second in best]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.kernels.dispatch import make_plain
-from headway.models.attention import attend, choose, see
+from headway.models.attention import attend_all, choose, see
 from thinned import examples
 
 
@@ -65,29 +65,21 @@ def test_every_kernel_on_a_cpu(rows, length, heads, packed, window, softcap, sun
     sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(seed + 1)) if sunk else None
     kernel = choose(q, q.shape[-1], masked=True, capped=softcap is not None, sinks=sunk)
     mask = see(length, {window}, documents, torch.device("cpu"), kernel)[window]
-    actual = attend(q, k, v, mask, window=window, softcap=softcap, sinks_N=sinks)
+    actual = attend_all(q, k, v, mask, softcap=softcap, sinks_N=sinks)
     expected = by_hand(q, k, v, documents, window, softcap, sinks)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_one_query_after_a_cache_sees_its_window() -> None:
-    q, k, v, _ = draw(1, 10, 2, 1, 0)
-    for window in (None, 1, 4, 10, 99):
-        whole = by_hand(q, k, v, None, window, None, None)
-        actual = attend(q[:, -1:], k, v, None, window=window)
-        torch.testing.assert_close(actual.double(), whole[:, -1:], rtol=1e-4, atol=1e-5)
 
 
 def test_documents_never_see_each_other() -> None:
     """What one document holds changes nothing in another, not by a bit; nor do gradients pass."""
     q, k, v, documents = draw(2, 20, 4, 2, 3)
     mask = see(20, {None}, documents, torch.device("cpu"), "masked")[None]
-    before = attend(q, k, v, mask)
+    before = attend_all(q, k, v, mask)
     other = documents == 1
     v = v.clone()
     v[other] += 100
     v.requires_grad_()
-    after = attend(q, k, v, mask)
+    after = attend_all(q, k, v, mask)
     assert torch.equal(before[~other], after[~other])
     after[~other].sum().backward()
     assert v.grad is not None
@@ -118,7 +110,7 @@ def test_the_table_s_kernel_equals_plain_on_a_gpu(
         make_plain(plain)
         try:
             mask = see(384, {window}, documents, torch.device("cuda"), kernel)[window]
-            out = attend(*qkv, mask, window=window, softcap=softcap, sinks_N=sinks)
+            out = attend_all(*qkv, mask, softcap=softcap, sinks_N=sinks)
         finally:
             make_plain(())
         gradients = torch.autograd.grad(out.float().square().sum(), wanted)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_cases import Case, assert_cache, assert_comes_back, assert_counts, assert_equal, make
+from family_cases import Case, assert_cache, assert_comes_back, assert_counts, assert_equal, assert_generates, make
 
 from headway.models.families import DECODERS
 from headway.recipe.families import FAMILIES, MODEL_TYPES
@@ -59,5 +59,20 @@ def test_there_and_back(saved: Saved, tmp_path: Path) -> None:
     assert_comes_back(saved.case, saved.folder, saved.hf_model, tmp_path / "ours")
 
 
-def test_a_token_at_a_time(saved: Saved) -> None:
+GENERATES = {"Llama 3", "Gemma 3", "DeepSeek-V3", "gpt-oss", "Phi-3, long"}
+"""Generated with by default: full attention, windows with two rotary tables, latent vectors, sinks, longrope."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=() if c.name in GENERATES else pytest.mark.slow) for c in CASES]
+)
+def test_generates_as_transformers(case: Case, tmp_path: Path) -> None:
+    assert_generates(case, tmp_path)
+
+
+def test_cases_that_generate_exist() -> None:
+    assert {case.name for case in CASES} >= GENERATES
+
+
+def test_in_pieces_with_a_cache(saved: Saved) -> None:
     assert_cache(saved.case, saved.folder, saved.hf_model)

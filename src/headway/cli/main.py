@@ -33,6 +33,8 @@ VERBS: dict[str, dict[str, str]] = {
         "resume": "Resume a stopped, killed or failed run",
         "stop": "Save a running run and stop it",
         "sample": "Generate text with a run's model",
+        "generate": "Run a file of prompts through a model",
+        "serve": "Serve a model by the OpenAI API",
         "checkpoint": "List, verify, compare, export and import checkpoints",
     },
     "Inspect runs": {

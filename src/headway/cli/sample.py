@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from headway.cli.model_process import end_of
 from headway.cli.options import Json, Runs, complete_run
-from headway.errors import HeadwayError, UsageError, WorkerError
+from headway.errors import UsageError
 from headway.state import find_checkpoint, list_checkpoints
 from headway.track import find_run, parse_ref, runs_root
 
@@ -94,19 +95,7 @@ def _ask(request: dict[str, Any]) -> Iterator[tuple[int, str]]:
             process.kill()
             process.wait()
             process.stdout.close()
-        if status != 0:
-            log.seek(0)
-            _fail(status, reported, log.read().decode(errors="replace"))
-
-
-def _fail(status: int, reported: dict[str, Any] | None, log: str) -> None:
-    if reported is not None:
-        error = HeadwayError(reported["error"], hint=reported.get("hint"))
-        error.exit_status = status
-        raise error
-    last = log.strip().splitlines()[-1:] or ["no output"]
-    how = f"signal {-status}" if status < 0 else f"exit status {status}"
-    raise WorkerError(f"the sampling process failed with {how}: {last[0]}")
+        end_of("sampling", status, reported, log)
 
 
 def _print_text(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:

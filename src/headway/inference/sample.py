@@ -7,20 +7,16 @@ Reads one request, a JSON object, from stdin. Streams JSON lines to stdout: piec
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict
 
-from headway.data.tokenizer import TextTokenizer, load_tokenizer
-from headway.errors import HeadwayError, ModelError, RunError
-from headway.inference.generate import generate_ids, text_pieces
-from headway.models import Decoder, empty_decoder
-from headway.recipe import Recipe
-from headway.state.tensors import read_tensors
-from headway.track import RunFolder, read_recipe
+from headway.errors import HeadwayError, RunError
+from headway.inference.load import load_run
+from headway.inference.params import SamplingParams
+from headway.inference.text_engine import TextEngine
+from headway.track import RunFolder
 
 
 class SampleRequest(BaseModel):
@@ -43,30 +39,29 @@ class SampleRequest(BaseModel):
 def sample(request: SampleRequest) -> Iterator[dict[str, Any]]:
     """Yield pieces of text, prompt by prompt."""
     run = RunFolder(request.run)
-    recipe = read_recipe(run)
-    if recipe.model.class_ is not None:
-        raise ModelError(
-            f"{run.name} trains {recipe.model.class_}, but only built-in model families can be sampled",
-            hint="read the weights in your own program with headway.state.tensors.read_tensors",
-        )
-    tokenizer = _tokenizer(run)
-    device = _device(recipe)
-    decoder = _decoder(recipe, request.checkpoint, device)
+    engine = TextEngine(load_run(run, request.checkpoint))
+    if engine.loaded.tokenizer is None:
+        raise RunError(f"{run.name} has no tokenizer")
+    params = SamplingParams(
+        max_tokens=request.max_tokens, temperature=request.temperature, top_k=request.top_k, seed=request.seed
+    )
     for index, prompt in enumerate(request.prompts):
-        prompt_ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end_of_text]
-        with _precision(recipe, device):
-            ids = generate_ids(
-                decoder,
-                prompt_ids,
-                max_tokens=request.max_tokens,
-                temperature=request.temperature,
-                top_k=request.top_k,
-                seed=request.seed,
-                stop_id=tokenizer.end_of_text,
-                vocab_size=tokenizer.vocab_size,
-            )
-            for text in text_pieces(ids, tokenizer.decode, before=prompt_ids):
-                yield {"prompt_index": index, "text": text}
+        engine.add(str(index), engine.encode(prompt), params)
+    texts, done, shown = [""] * len(request.prompts), set[int](), 0
+    while engine.busy:
+        for part in engine.step():
+            index = int(part.output.request_id)
+            texts[index] += part.text
+            if part.output.finish is not None:
+                done.add(index)
+        # All run at once; text comes out prompt by prompt.
+        while shown < len(texts):
+            if texts[shown]:
+                yield {"prompt_index": shown, "text": texts[shown]}
+                texts[shown] = ""
+            if shown not in done:
+                break
+            shown += 1
 
 
 def main() -> int:
@@ -79,37 +74,6 @@ def main() -> int:
         print(json.dumps({"error": error.message, "hint": error.hint}), flush=True)
         return error.exit_status
     return 0
-
-
-def _tokenizer(run: RunFolder) -> TextTokenizer:
-    """Return the tokenizer of the run's dataset, with its end-of-text token."""
-    try:
-        end_of_text = int(json.loads(run.data_file.read_bytes())["end_of_text"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise RunError(f"{run.data_file} is not a valid dataset manifest") from None
-    return load_tokenizer(run.tokenizer_file, end_of_text=end_of_text)
-
-
-def _device(recipe: Recipe) -> torch.device:
-    wanted = recipe.train.device
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def _precision(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the autocast context: the training precision on a GPU, float32 on a CPU."""
-    enabled = device.type == "cuda" and recipe.train.dtype == "bfloat16"
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
-
-
-def _decoder(recipe: Recipe, checkpoint: Path, device: torch.device) -> Decoder:
-    """Return the recipe's decoder with the checkpoint's weights."""
-    weights = read_tensors(checkpoint, prefix="model/")
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if shapes != recipe.model.tensors() | recipe.model.buffers():
-        raise ModelError(f"{checkpoint} does not match the model in the run's recipe")
-    decoder = empty_decoder(recipe.model, device)
-    decoder.load_state_dict(weights)
-    return decoder.eval()
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ def _rms_norm_backward(rows: int, dtype: torch.dtype, device: torch.device) -> T
 
 def _rotary(rows: int, dtype: torch.dtype, device: torch.device) -> TimedWork:
     a = _draw(rows, dtype, device, 1)[0].view(1, rows, ROW // 128, 128)
-    table = rotary_table(0, rows, 128, 10_000.0, device)
+    table = rotary_table(torch.arange(rows, device=device), 128, 10_000.0)
     return lambda _: rotate(a, table), 2 * a.nbytes
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headway.kernels import dispatch as table
+from headway.models.kv_cache import LayerCache
 from headway.recipe.model import Model
 
 if TYPE_CHECKING:
@@ -42,29 +43,13 @@ class BlockContext:
     """Rotary tables viewed as int32: FSDP casts every floating-point argument of a block, but not integers."""
     masks: dict[int | None, "Tensor | BlockMask | None"]
     """Masks by window; None for plain causal attention."""
+    cache: LayerCache | None = None
+    """Keys and values of earlier tokens, in inference."""
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
         """Return the family's rotary tables [2, L, R] in float32."""
         return tuple(table.view(torch.float32) for table in self.bits)
-
-
-@dataclass
-class LayerKvCache:
-    """KV cache of one layer."""
-
-    keys: Tensor
-    values: Tensor
-    length: int = 0
-
-    def extend(self, k_BLKH: Tensor, v_BLKH: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of the next tokens; return all."""
-        end = self.length + k_BLKH.shape[1]
-        assert end <= self.keys.shape[1], "the cache is full"
-        self.keys[:, self.length : end] = k_BLKH
-        self.values[:, self.length : end] = v_BLKH
-        self.length = end
-        return self.keys[:, :end], self.values[:, :end]
 
 
 def choose(x: Tensor, head: int, masked: bool, capped: bool, sinks: bool) -> str:
@@ -118,21 +103,33 @@ def attend(
     q_BLNH: Tensor,
     k_BLKH: Tensor,
     v_BLKH: Tensor,
-    mask: "Tensor | BlockMask | None",
+    context: BlockContext,
     *,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Return attention [B, L, N, H]. Several query heads may share a key and value head.
+    """Return attention [B, L, N, H], in training and inference. Several query heads may share a key and value head."""
+    if context.cache is not None:
+        return context.cache.attend(
+            q_BLNH, k_BLKH, v_BLKH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N
+        )
+    mask = context.masks.get(window)
+    return attend_all(q_BLNH, k_BLKH, v_BLKH, mask, scale=scale, softcap=softcap, sinks_N=sinks_N)
 
-    A single query with a cache attends to all of its keys, or the last `window`; the mask is then ignored.
-    """
-    if q_BLNH.shape[1] == 1:
-        mask = None
-        if window is not None:
-            k_BLKH, v_BLKH = k_BLKH[:, -window:], v_BLKH[:, -window:]
+
+def attend_all(
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    mask: "Tensor | BlockMask | None",
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Attention among the tokens of each sequence, causal without a mask."""
     q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
     kernel = choose(q, q.shape[-1], mask is not None, softcap is not None, sinks_N is not None)
     grouped = q.shape[1] != k.shape[1]

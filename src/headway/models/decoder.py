@@ -5,12 +5,13 @@ parallelism. Tensor names end in their shape: see `models/layers.py`.
 """
 
 import hashlib
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from headway.models.attention import BlockContext, LayerKvCache, choose, see, windows_of
+from headway.models.attention import BlockContext, choose, see, windows_of
+from headway.models.kv_cache import KvCache
 from headway.models.layers import Linear, RMSNorm
 from headway.models.loss import Loss
 from headway.models.rotary import rotary_table
@@ -33,20 +34,29 @@ class ContextBuilder(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, like_BL: Tensor, documents_BL: Tensor | None = None, first: int = 0) -> BlockContext:
-        """Build the context of `like`'s L positions from `first` on, with document masks."""
+    def forward(
+        self, like_BL: Tensor, documents_BL: Tensor | None = None, cache: KvCache | None = None
+    ) -> BlockContext:
+        """Build the context of a whole sequence of `like`'s length, with document masks; or of a pass with a cache."""
+        if cache is not None:
+            long_L = False if cache.long_BL is None else cache.long_BL[0]
+            return BlockContext(self._bits(cache.positions_BL[0], long_L), {})
         length, device = like_BL.shape[1], like_BL.device
         kernel = choose(like_BL, self.model.head_dim, masked=True, capped=self.capped, sinks=self.sinks)
         masks = see(length, windows_of(self.model), documents_BL, device, kernel) if length > 1 else {}
-        tables = self.tables(first, length, device)
-        return BlockContext(tuple(table.view(torch.int32) for table in tables), masks)
+        switch = self.model.switch_length if isinstance(self.model, RotaryModel) else None
+        long = switch is not None and length > switch
+        return BlockContext(self._bits(torch.arange(length, device=device), long), masks)
 
-    def tables(self, first: int, length: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the rotary tables of the positions from `first` on."""
+    def _bits(self, positions_L: Tensor, long: Tensor | bool) -> tuple[Tensor, ...]:
+        return tuple(table.view(torch.int32) for table in self.tables(positions_L, long))
+
+    def tables(self, positions_L: Tensor, long: Tensor | bool) -> tuple[Tensor, ...]:
+        """Return the rotary tables of positions; `long` as in `models.rotary.scaled`."""
         if not isinstance(self.model, RotaryModel):
             return ()
         model = self.model
-        return (rotary_table(first, length, model.rotary_dim, model.rope_theta, device, model.rope_scaling),)
+        return (rotary_table(positions_L, model.rotary_dim, model.rope_theta, model.rope_scaling, long),)
 
 
 class Decoder(nn.Module):
@@ -100,16 +110,15 @@ class Decoder(nn.Module):
         loss: Tensor = self.loss(x_BLD, self.output_weight, labels_BL)
         return loss
 
-    def hidden(
-        self, tokens_BL: Tensor, documents_BL: Tensor | None = None, cache: Sequence[LayerKvCache] | None = None
-    ) -> Tensor:
-        """Return the normalized residual stream after the last block; `cache` holds earlier tokens."""
-        first = cache[0].length if cache else 0
-        assert first == 0 or tokens_BL.shape[1] == 1, "after prefill, a cache takes one token at a time"
-        context = self.context(tokens_BL, documents_BL, first)
-        x_BLD = self.embed(tokens_BL, documents_BL, first)
+    def hidden(self, tokens_BL: Tensor, documents_BL: Tensor | None = None, cache: KvCache | None = None) -> Tensor:
+        """Return the normalized residual stream after the last block.
+
+        With a cache, tokens [1, T] are the next ones of any number of sequences.
+        """
+        context = self.context(tokens_BL, documents_BL, cache)
+        x_BLD = self.embed(tokens_BL, documents_BL, None if cache is None else cache.positions_BL)
         for i, block in enumerate(self.layers):
-            x_BLD = block(x_BLD, context, cache[i]) if cache else block(x_BLD, context)
+            x_BLD = block(x_BLD, context if cache is None else replace(context, cache=cache.layer(i)))
         out: Tensor = self.norm(x_BLD)
         return out
 
@@ -125,10 +134,8 @@ class Decoder(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
-    # -- KV cache
-
-    def cache_shape(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Number and size of heads that a layer caches per token, for keys and values."""
+    def cache_widths(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Number and size of the heads that a layer caches per token, of keys and of values."""
         return (self.model.kv_heads, self.model.head_dim), (self.model.kv_heads, self.model.head_dim)
 
 
@@ -140,22 +147,12 @@ class Embedding(nn.Embedding):
         self.scale = scale
         """Factor of the stream."""
 
-    def forward(self, tokens_BL: Tensor, documents_BL: Tensor | None = None, first: int = 0) -> Tensor:
+    def forward(
+        self, tokens_BL: Tensor, documents_BL: Tensor | None = None, positions_BL: Tensor | None = None
+    ) -> Tensor:
         """Return the stream [B, L, D]; positions have no effect here."""
         x_BLD = super().forward(tokens_BL)
         return x_BLD if self.scale == 1 else x_BLD * torch.full((), self.scale, dtype=x_BLD.dtype, device=x_BLD.device)
-
-
-def empty_cache(decoder: Decoder, capacity: int, batch: int = 1) -> list[LayerKvCache]:
-    """Allocate a KV cache of `capacity` tokens, in the decoder's compute precision."""
-    like = decoder.output_weight
-    kind = like.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
-    shapes = [(batch, capacity, *heads) for heads in decoder.cache_shape()]
-    return [
-        LayerKvCache(*(torch.empty(shape, dtype=dtype, device=like.device) for shape in shapes))
-        for _ in range(decoder.model.layers)
-    ]
 
 
 @torch.no_grad()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from headway.kernels.dispatch import LEAST_HEAD
-from headway.models.attention import BlockContext, LayerKvCache, attend
+from headway.models.attention import BlockContext, attend
 from headway.models.decoder import Decoder
 from headway.models.experts import BiasBalance, Experts
+from headway.models.kv_cache import LayerCache
 from headway.models.layers import GatedFeedForward, Linear, RMSNorm
 from headway.models.rotary import rotate, rotate_pairs, yarn_mscale
 from headway.recipe.families.deepseek import DeepSeekV3
@@ -24,8 +25,8 @@ LATENT_EPS = 1e-6
 class LatentAttention(nn.Module):
     """Causal attention whose keys and values are projected from one latent vector and one rotary key per token.
 
-    The cache stores these two. A single query with a cache is projected into the latent space, so that cached vectors
-    need not be expanded.
+    The cache stores these two. With a cache, queries are projected into the latent space, so that cached vectors need
+    not be expanded.
     """
 
     def __init__(self, model: DeepSeekV3) -> None:
@@ -48,7 +49,7 @@ class LatentAttention(nn.Module):
         self.o = Linear(model.heads * model.value_dim, model.dim, bias=bias)
         self.narrow = bool(model.q_rank)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Attend causally."""
         (table,) = context.tables
         q_BLNH = self.q_up(self.q_norm(self.q_down(x_BLD))) if self.narrow else self.q(x_BLD)
@@ -56,26 +57,24 @@ class LatentAttention(nn.Module):
         c_BLC, k_BLQ = self.kv_down(x_BLD).split((self.kv_rank, self.rope_dim), dim=-1)
         c_BLC = self.kv_norm(c_BLC)
         q_BLNQ, k_BL1Q = self.turn(q_BLNQ, table), self.turn(k_BLQ.unsqueeze(2), table)
-        if cache is not None:
-            kept_BS1K = _keep(cache, c_BLC, k_BL1Q)
-            if x_BLD.shape[1] == 1:
-                return self.o(self._narrowly(q_BLNP, q_BLNQ, kept_BS1K).flatten(2))
+        if context.cache is not None:
+            return self.o(self._latently(q_BLNP, q_BLNQ, c_BLC, k_BL1Q, context.cache).flatten(2))
         kv_BLNH = self.kv_up(c_BLC).unflatten(-1, (self.heads, -1))
         k_BLNP, v_BLNU = kv_BLNH.split((self.plain_dim, self.value_dim), dim=-1)
         k_BLNH = torch.cat((k_BLNP, k_BL1Q.expand(-1, -1, self.heads, -1)), dim=-1)
         mask = context.masks.get(None)
         if mask is None or isinstance(mask, Tensor) or self.value_dim < LEAST_HEAD:
             v_BLNU = _as_wide(v_BLNU, self.head_dim)
-        y_BLNU = attend(torch.cat((q_BLNP, q_BLNQ), dim=-1), k_BLNH, v_BLNU, mask, scale=self.scale)
+        y_BLNU = attend(torch.cat((q_BLNP, q_BLNQ), dim=-1), k_BLNH, v_BLNU, context, scale=self.scale)
         return self.o(y_BLNU[..., : self.value_dim].flatten(2))
 
-    def _narrowly(self, q_BLNP: Tensor, q_BLNQ: Tensor, kept_BS1K: Tensor) -> Tensor:
-        """The same for one query over the cache, which serves as the single key and value head."""
+    def _latently(self, q_BLNP: Tensor, q_BLNQ: Tensor, c_BLC: Tensor, k_BL1Q: Tensor, cache: LayerCache) -> Tensor:
+        """The same with a cache: its vectors are one head of keys, and the values are their latent part."""
         weight_NHC = self.kv_up.weight.unflatten(0, (self.heads, -1))
         keys_NPC, values_NUC = weight_NHC.split((self.plain_dim, self.value_dim), dim=1)
         q_BLNC = torch.einsum("blnp,npc->blnc", q_BLNP, keys_NPC)
-        q_BLNK = torch.cat((q_BLNC, q_BLNQ), dim=-1)
-        y_BLNC = attend(q_BLNK, kept_BS1K, kept_BS1K[..., : self.kv_rank], None, scale=self.scale)
+        q_BLNK, kept_BL1K = torch.cat((q_BLNC, q_BLNQ), dim=-1), torch.cat((c_BLC.unsqueeze(2), k_BL1Q), dim=-1)
+        y_BLNC = cache.attend(q_BLNK, kept_BL1K, None, scale=self.scale, value_dim=self.kv_rank)
         return torch.einsum("blnc,nuc->blnu", y_BLNC, values_NUC)
 
 
@@ -84,12 +83,6 @@ def _scale(model: DeepSeekV3) -> float:
     scaling = model.rope_scaling
     more = yarn_mscale(scaling.factor, scaling.mscale_all) if scaling is not None and scaling.mscale_all else 1.0
     return model.head_dim**-0.5 * more * more
-
-
-def _keep(cache: LayerKvCache, c_BLC: Tensor, k_BL1Q: Tensor) -> Tensor:
-    """Append latent vectors and rotated keys to the cache, as keys of one head without values."""
-    latent = torch.cat((c_BLC.unsqueeze(2), k_BL1Q), dim=-1)
-    return cache.extend(latent, latent[..., :0])[0]
 
 
 def _as_wide(v_BLNU: Tensor, head_dim: int) -> Tensor:
@@ -161,9 +154,9 @@ class Block(nn.Module):
         dense = layer < model.first_dense
         self.mlp = GatedFeedForward(model.dim, model.hidden) if dense else Mixture(model)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Return the residual stream with this layer's contribution."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
 
@@ -176,6 +169,6 @@ class DeepSeekDecoder(Decoder):
         """Return a block."""
         return Block(self.model, layer)
 
-    def cache_shape(self) -> tuple[tuple[int, int], tuple[int, int]]:
+    def cache_widths(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """One latent vector with its rotated key for all heads, and no values."""
         return (1, self.model.kv_rank + self.model.rope_dim), (1, 0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headway.kernels.dispatch import uses_triton
 from headway.kernels.rms_norm import rms_norm
-from headway.models.attention import BlockContext, LayerKvCache, attend
+from headway.models.attention import BlockContext, attend
 from headway.models.decoder import ContextBuilder, Decoder, Embedding
 from headway.models.layers import GatedFeedForward, Linear, gelu
 from headway.models.rotary import rotary_table, rotate
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(model.head_dim, model.norm_eps) if normed else None
         self.k_norm = Norm(model.head_dim, model.norm_eps) if normed else None
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Attend causally."""
         q_BLNH = self.q(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.k(x_BLD).unflatten(-1, (-1, self.head_dim))
@@ -58,10 +58,7 @@ class Attention(nn.Module):
         # The first table is for full-attention layers, the last for windowed ones; most families have one for both.
         table = context.tables[0 if self.window is None else -1]
         q_BLNH, k_BLKH = rotate(q_BLNH, table), rotate(k_BLKH, table)
-        if cache is not None:
-            k_BLKH, v_BLKH = cache.extend(k_BLKH, v_BLKH)
-        mask = context.masks.get(self.window)
-        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, mask, scale=self.scale, window=self.window, softcap=self.cap)
+        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, context, scale=self.scale, window=self.window, softcap=self.cap)
         out_BLD: Tensor = self.o(y_BLNH.flatten(2))
         return out_BLD
 
@@ -76,9 +73,9 @@ class Block(nn.Module):
         self.mlp_norm = Norm(model.dim, model.norm_eps)
         self.mlp = GatedFeedForward(model.dim, model.hidden, activation=gelu)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Return the residual stream with this layer's contribution."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context)
         out_BLD: Tensor = x_BLD + self.mlp(self.mlp_norm(x_BLD))
         return out_BLD
 
@@ -95,9 +92,9 @@ class WindowedBlock(nn.Module):
         self.mlp = GatedFeedForward(model.dim, model.hidden, activation=gelu)
         self.mlp_out_norm = Norm(model.dim, model.norm_eps)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Return the residual stream with this layer's contribution."""
-        x_BLD = x_BLD + self.attention_out_norm(self.attention(self.attention_norm(x_BLD), context, cache))
+        x_BLD = x_BLD + self.attention_out_norm(self.attention(self.attention_norm(x_BLD), context))
         out_BLD: Tensor = x_BLD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_BLD)))
         return out_BLD
 
@@ -161,9 +158,8 @@ class Gemma3Decoder(GemmaDecoder):
 class TwoTables(ContextBuilder):
     """Builds rotary tables of full-attention and of windowed layers."""
 
-    def tables(self, first: int, length: int, device: torch.device) -> tuple[Tensor, ...]:
+    def tables(self, positions_L: Tensor, long: Tensor | bool) -> tuple[Tensor, ...]:
         """Return scaled tables for the former, and tables with `local_theta` for the latter."""
         model = self.model
         assert isinstance(model, Gemma3)
-        local = rotary_table(first, length, model.rotary_dim, model.local_theta, device)
-        return *super().tables(first, length, device), local
+        return *super().tables(positions_L, long), rotary_table(positions_L, model.rotary_dim, model.local_theta)

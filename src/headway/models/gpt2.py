@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.errors import ModelError
-from headway.models.attention import BlockContext, LayerKvCache, attend
+from headway.models.attention import BlockContext, attend
 from headway.models.decoder import Decoder, Embedding
 from headway.models.layers import FeedForward, LayerNorm, Linear
 from headway.recipe.families.gpt2 import GPT2
@@ -25,15 +25,18 @@ class PositionedEmbedding(Embedding):
         self.positions = Positions(positions, dim)
         self.longest = positions
 
-    def forward(self, tokens_BL: Tensor, documents_BL: Tensor | None = None, first: int = 0) -> Tensor:
+    def forward(
+        self, tokens_BL: Tensor, documents_BL: Tensor | None = None, positions_BL: Tensor | None = None
+    ) -> Tensor:
         """Return the stream [B, L, D]."""
-        length = first + tokens_BL.shape[1]
-        if length > self.longest:
-            raise ModelError(f"sequence of {length} tokens, but the model has positions for {self.longest}")
-        positions = torch.arange(first, length, device=tokens_BL.device)
-        if documents_BL is not None:
-            positions = positions - _begins(documents_BL)
-        added: Tensor = self.positions(positions)
+        if positions_BL is None:
+            length = tokens_BL.shape[1]
+            if length > self.longest:
+                raise ModelError(f"sequence of {length} tokens, but the model has positions for {self.longest}")
+            positions_BL = torch.arange(length, device=tokens_BL.device)
+            if documents_BL is not None:
+                positions_BL = positions_BL - _begins(documents_BL)
+        added: Tensor = self.positions(positions_BL)
         return super().forward(tokens_BL) + added
 
 
@@ -56,12 +59,10 @@ class Attention(nn.Module):
         self.v = Linear(model.dim, model.dim)
         self.o = Linear(model.dim, model.dim)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Attend causally."""
         q_BLNH, k_BLNH, v_BLNH = (part(x_BLD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
-        if cache is not None:
-            k_BLNH, v_BLNH = cache.extend(k_BLNH, v_BLNH)
-        y_BLNH = attend(q_BLNH, k_BLNH, v_BLNH, context.masks.get(None), scale=self.scale)
+        y_BLNH = attend(q_BLNH, k_BLNH, v_BLNH, context, scale=self.scale)
         return self.o(y_BLNH.flatten(2))
 
 
@@ -75,9 +76,9 @@ class Block(nn.Module):
         self.mlp_norm = LayerNorm(model.dim, model.norm_eps)
         self.mlp = FeedForward(model.dim, model.hidden, model.activation)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Return the residual stream with this layer's contribution."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
 

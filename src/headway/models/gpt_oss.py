@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from headway.models.attention import BlockContext, LayerKvCache, attend
+from headway.models.attention import BlockContext, attend
 from headway.models.decoder import ContextBuilder, Decoder
 from headway.models.experts import Experts, MoeFeedForward, top_k_softmax
 from headway.models.layers import Linear
@@ -27,15 +27,12 @@ class Attention(nn.Module):
         self.v = Linear(model.dim, kv_width, bias=model.qkv_bias)
         self.o = Linear(width, model.dim, bias=model.output_bias)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Attend causally."""
         q_BLNH = rotate(self.q(x_BLD).unflatten(-1, (-1, self.head_dim)), context.tables[0])
         k_BLKH = rotate(self.k(x_BLD).unflatten(-1, (-1, self.head_dim)), context.tables[0])
         v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
-        if cache is not None:
-            k_BLKH, v_BLKH = cache.extend(k_BLKH, v_BLKH)
-        mask = context.masks.get(self.window)
-        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, mask, window=self.window, sinks_N=self.sinks)
+        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, context, window=self.window, sinks_N=self.sinks)
         return self.o(y_BLNH.flatten(2))
 
 

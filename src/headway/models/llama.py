@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from headway.models.attention import BlockContext, LayerKvCache, attend
+from headway.models.attention import BlockContext, attend
 from headway.models.decoder import Decoder
 from headway.models.layers import GatedFeedForward, Linear, RMSNorm
 from headway.models.rotary import rotate
@@ -25,7 +25,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
         self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Attend causally."""
         q_BLNH = self.q(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.k(x_BLD).unflatten(-1, (-1, self.head_dim))
@@ -34,10 +34,7 @@ class Attention(nn.Module):
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         if self.rotates:
             q_BLNH, k_BLKH = rotate(q_BLNH, context.tables[0]), rotate(k_BLKH, context.tables[0])
-        if cache is not None:
-            k_BLKH, v_BLKH = cache.extend(k_BLKH, v_BLKH)
-        mask = context.masks.get(self.window)
-        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, mask, window=self.window)
+        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, context, window=self.window)
         out_BLD: Tensor = self.o(y_BLNH.flatten(2))
         return out_BLD
 
@@ -52,9 +49,9 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
         self.mlp = GatedFeedForward(model.dim, model.hidden, model.mlp_bias)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Return the residual stream with this layer's contribution."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context)
         out_BLD: Tensor = x_BLD + self.mlp(self.mlp_norm(x_BLD))
         return out_BLD
 

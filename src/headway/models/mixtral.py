@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from headway.models.attention import BlockContext, LayerKvCache
+from headway.models.attention import BlockContext
 from headway.models.decoder import Decoder
 from headway.models.experts import Experts, MoeFeedForward, softmax_top_k
 from headway.models.layers import Linear, RMSNorm
@@ -22,9 +22,9 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.dim, model.norm_eps)
         self.mlp = mlp
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Return the residual stream with this layer's contribution."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from headway.models.attention import BlockContext, LayerKvCache, attend
+from headway.models.attention import BlockContext, attend
 from headway.models.decoder import Decoder
 from headway.models.layers import FeedForward, LayerNorm, Linear
 from headway.models.rotary import rotate
@@ -20,13 +20,11 @@ class Attention(nn.Module):
         self.v = Linear(model.dim, model.dim, bias=model.attention_bias)
         self.o = Linear(model.dim, model.dim, bias=model.attention_bias)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Attend causally."""
         q_BLNH, k_BLNH, v_BLNH = (part(x_BLD).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
         q_BLNH, k_BLNH = rotate(q_BLNH, context.tables[0]), rotate(k_BLNH, context.tables[0])
-        if cache is not None:
-            k_BLNH, v_BLNH = cache.extend(k_BLNH, v_BLNH)
-        return self.o(attend(q_BLNH, k_BLNH, v_BLNH, context.masks.get(None)).flatten(2))
+        return self.o(attend(q_BLNH, k_BLNH, v_BLNH, context).flatten(2))
 
 
 class Block(nn.Module):
@@ -40,9 +38,9 @@ class Block(nn.Module):
         self.mlp_norm = LayerNorm(model.dim, model.norm_eps)
         self.mlp = FeedForward(model.dim, model.hidden, model.activation)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Return the residual stream with this layer's contribution."""
-        mixed_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context, cache)
+        mixed_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), context)
         return mixed_BLD + self.mlp(self.mlp_norm(x_BLD if self.side_by_side else mixed_BLD))
 
 

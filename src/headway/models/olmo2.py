@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from headway.models.attention import BlockContext, LayerKvCache, attend
+from headway.models.attention import BlockContext, attend
 from headway.models.decoder import Decoder
 from headway.models.layers import GatedFeedForward, Linear, RMSNorm
 from headway.models.rotary import rotate
@@ -23,15 +23,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(width, model.norm_eps)
         self.k_norm = RMSNorm(kv_width, model.norm_eps)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Attend causally."""
         q_BLNH = self.q_norm(self.q(x_BLD)).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.k_norm(self.k(x_BLD)).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
         q_BLNH, k_BLKH = rotate(q_BLNH, context.tables[0]), rotate(k_BLKH, context.tables[0])
-        if cache is not None:
-            k_BLKH, v_BLKH = cache.extend(k_BLKH, v_BLKH)
-        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, context.masks.get(None))
+        y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, context)
         out_BLD: Tensor = self.o(y_BLNH.flatten(2))
         return out_BLD
 
@@ -46,9 +44,9 @@ class Block(nn.Module):
         self.mlp = GatedFeedForward(model.dim, model.hidden)
         self.mlp_out_norm = RMSNorm(model.dim, model.norm_eps)
 
-    def forward(self, x_BLD: Tensor, context: BlockContext, cache: LayerKvCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Return the residual stream with this layer's contribution."""
-        x_BLD = x_BLD + self.attention_out_norm(self.attention(x_BLD, context, cache))
+        x_BLD = x_BLD + self.attention_out_norm(self.attention(x_BLD, context))
         out_BLD: Tensor = x_BLD + self.mlp_out_norm(self.mlp(x_BLD))
         return out_BLD
 

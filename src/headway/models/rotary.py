@@ -11,12 +11,11 @@ from headway.recipe.rope import RopeScaling
 
 
 def rotary_table(
-    first: int, length: int, dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
+    positions_L: Tensor, dim: int, theta: float, scaling: RopeScaling | None = None, long: Tensor | bool = False
 ) -> Tensor:
-    """Return cosines and sines [2, L, R] of the positions from `first` on, in float32."""
-    turns_R, factor = scaled(frequencies(dim, theta, device), theta, scaling, first + length)
-    positions = torch.arange(first, first + length, device=device, dtype=torch.float32)
-    angles_LR = torch.outer(positions, turns_R)
+    """Return cosines and sines [2, L, R] of positions, in float32; `long` as in `scaled`."""
+    turns_R, factor = scaled(frequencies(dim, theta, positions_L.device), theta, scaling, long)
+    angles_LR = positions_L.to(torch.float32).unsqueeze(1) * turns_R
     table = torch.stack((angles_LR.cos(), angles_LR.sin()))
     return table if factor == 1 else table * factor
 
@@ -27,8 +26,14 @@ def frequencies(dim: int, theta: float, device: torch.device | None = None) -> T
     return 1.0 / theta**exponents
 
 
-def scaled(plain_R: Tensor, theta: float, scaling: RopeScaling | None, length: int) -> tuple[Tensor, float]:
-    """Return scaled frequencies, and the factor of cosines and sines, for a length."""
+def scaled(
+    plain_R: Tensor, theta: float, scaling: RopeScaling | None, long: Tensor | bool = False
+) -> tuple[Tensor, float]:
+    """Return scaled frequencies, and the factor of cosines and sines.
+
+    `long` matters to longrope: whether a sequence is longer than the original length; a tensor [L] has it by token, and
+    frequencies are then [L, R].
+    """
     match scaling:
         case None:
             return plain_R, 1.0
@@ -39,9 +44,14 @@ def scaled(plain_R: Tensor, theta: float, scaling: RopeScaling | None, length: i
         case RopeScaling(kind="yarn"):
             return _yarn(plain_R, theta, scaling), _yarn_factor(scaling)
     assert scaling.original is not None
-    factors = scaling.long_factors if length > scaling.original else scaling.short_factors
     default = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original)) if scaling.factor > 1 else 1.0
-    return 1.0 / (plain_R.new_tensor(factors) / plain_R), scaling.attention or default
+    factor = scaling.attention or default
+    if isinstance(long, Tensor):
+        long_R, short_R = (
+            1.0 / (plain_R.new_tensor(f) / plain_R) for f in (scaling.long_factors, scaling.short_factors)
+        )
+        return torch.where(long.unsqueeze(1), long_R, short_R), factor
+    return 1.0 / (plain_R.new_tensor(scaling.long_factors if long else scaling.short_factors) / plain_R), factor
 
 
 def _llama3(plain_R: Tensor, scaling: RopeScaling) -> Tensor:

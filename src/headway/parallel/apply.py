@@ -312,10 +312,10 @@ class WholeSequence(nn.Module):
         super().__init__()
         self.context, self.shares = context, shares
 
-    def forward(self, like: Tensor, documents: Tensor | None = None, first: int = 0) -> Any:
+    def forward(self, like: Tensor, documents: Tensor | None = None, cache: None = None) -> Any:
         """Build the context of all positions."""
         full_sequence = like.new_empty(1).expand(like.shape[0], like.shape[SEQUENCE] * self.shares)
-        return self.context(full_sequence, documents, first)
+        return self.context(full_sequence, documents, cache)
 
 
 def _shared_vocabulary(model: nn.Module, cuts: TensorCuts) -> int | None:

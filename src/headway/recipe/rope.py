@@ -65,6 +65,12 @@ class RotaryModel(Model):
         """Number of rotated dimensions of a head, the first ones."""
         return self.head_dim
 
+    @property
+    def switch_length(self) -> int | None:
+        """Length beyond which a sequence has other frequencies (longrope), also for its first tokens."""
+        scaling = self.rope_scaling
+        return scaling.original if scaling is not None and scaling.kind == "longrope" else None
+
     @model_validator(mode="after")
     def _rotates(self) -> Self:
         if self.rotary_dim % 2:

@@ -1,0 +1,146 @@
+"""`headway serve RUN|FOLDER`: serves a model by the OpenAI API.
+
+The server is a process of its own (`headway.inference.server`); this module starts it and shows how it stands.
+"""
+
+import ipaddress
+import json as jsonlib
+import signal
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headway.cli.model_process import end_of, model_of
+from headway.cli.options import Json, Runs, complete_run
+from headway.errors import UsageError
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|FOLDER",
+            autocompletion=complete_run,
+            help="A run (RUN@STEP for one checkpoint), or a Hugging Face folder.",
+        ),
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0 = any free one).")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback only with a key.")] = "127.0.0.1",
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the key that clients must send.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Name of the model for clients.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Tokens of a sequence at most.")] = None,
+    memory_share: Annotated[
+        float | None, typer.Option(min=0.01, max=1.0, help="Share of the free memory for the KV cache.")
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Sequences that run at the same time.")] = 256,
+    max_batch_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a pass.")] = 2048,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered with 429.")] = 1024,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Serve a model by the OpenAI API."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"headway serve needs {missing[0]}", hint="pip install 'headway[serve]'")
+    if api_key_file is None and not _is_loopback(host):
+        raise UsageError(
+            f"{host} can be reached from other machines", hint="give --api-key-file, or leave --host at 127.0.0.1"
+        )
+    source, name = model_of(model, runs)
+    request = {
+        **source,
+        "name": served_name or name,
+        "host": host,
+        "port": port,
+        "api_key_file": None if api_key_file is None else str(api_key_file),
+        "device": device,
+        "dtype": dtype,
+        "max_waiting": max_waiting,
+        "options": {
+            "max_length": max_model_len,
+            "memory_share": memory_share,
+            "max_sequences": max_sequences,
+            "max_batch_tokens": max_batch_tokens,
+        },
+    }
+    with tempfile.TemporaryFile() as request_file, tempfile.TemporaryFile() as log:
+        request_file.write(jsonlib.dumps(request).encode())
+        request_file.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headway.inference.server"],
+            stdin=request_file,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C comes here, which ends it in order
+        )
+        before = {
+            which: signal.signal(which, lambda *_: process.terminate()) for which in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            reported = _follow(process, json)
+        finally:
+            for which, handler in before.items():
+                signal.signal(which, handler)
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+        end_of("server", process.returncode, reported, log)
+
+
+def _follow(process: subprocess.Popen[bytes], json: bool) -> dict[str, Any] | None:
+    """Show what the server says until it ends; return an error that it reports."""
+    assert process.stdout is not None
+    live = sys.stdout.isatty() and not json
+    for line in process.stdout:
+        message = jsonlib.loads(line)
+        if "error" in message:
+            return dict(message)
+        if json:
+            print(jsonlib.dumps(message), flush=True)
+        elif "listening" in message:
+            _print_start(message)
+        elif live:
+            print(f"\r\x1b[K{status_line(message)}", end="", flush=True)
+    if live:
+        print()
+    return None
+
+
+def _print_start(facts: dict[str, Any]) -> None:
+    cache = f"KV cache of {facts['cache_tokens']:,} tokens" if facts["cached"] else "no KV cache: slow"
+    print(f"{facts['model']}  {_count(facts['parameters'])} parameters, {facts['dtype']} on {facts['device']}, {cache}")
+    chat = "" if facts["chat"] else "; no chat template: completions only"
+    print(f"listening on {facts['listening']}   (OpenAI API; /metrics, /health{chat})", flush=True)
+
+
+def status_line(status: dict[str, Any]) -> str:
+    """Return how a server stands, in one line."""
+    return (
+        f"{status['running']} running  {status['waiting']} waiting  cache {status['cache']:.0%}  "
+        f"hits {status['hits']:.0%}  {status['tokens_per_s']:,} tok/s"
+    )
+
+
+def _count(parameters: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if parameters >= size:
+            return f"{parameters / size:.1f}{letter}"
+    return str(parameters)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,316 @@
+"""The inference engine: requests in, tokens out, one pass of the model per step.
+
+schedule   which tokens of which sequences the pass computes (`scheduler.py`, pure)
+run        the model over them, with the paged KV cache (`runner.py`)
+sample     a token for every sequence whose end is reached (`sampler.py`)
+record     tokens, ends and shareable blocks
+"""
+
+import itertools
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headway.errors import RequestError
+from headway.inference.blocks import BlockPool
+from headway.inference.params import SamplingParams
+from headway.inference.runner import Runner
+from headway.inference.sampler import Sampled, Sampler, token_logprobs
+from headway.inference.scheduler import Chunk, Limits, ScheduledBatch, schedule, shared_blocks
+from headway.inference.sequence import FinishReason, Sequence
+
+LOGPROB_ROWS = 256
+"""Rows of logits that are in memory at once for log-probabilities of a prompt."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of a token, and of the likeliest ones in its place."""
+
+    logprob: float
+    top: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A token of a sequence, or its end."""
+
+    request_id: str
+    index: int
+    token_id: int | None
+    """None where a sequence ends without another token."""
+    finish: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    kept: float | None = None
+    """Probability mass that truncation kept."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """With the first token: those of the prompt; the first token has none."""
+
+
+@dataclass
+class EngineModel:
+    """What the engine must know of a model besides how to run it."""
+
+    vocabulary: int
+    """Tokens that may be sampled."""
+    max_length: int
+    """Tokens that a sequence may have."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a text."""
+    switch_length: int | None = None
+    """LongRoPE: length beyond which a sequence has other rotary frequencies."""
+
+
+@dataclass
+class EngineCounts:
+    """Counted since the start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    """Of the prompts' tokens, those whose keys and values were in the cache already."""
+    output_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass
+class _Prompt:
+    """Log-probabilities of a prompt so far."""
+
+    rows: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+
+
+class InferenceEngine:
+    """Runs requests in continuous batches. Not thread-safe: one thread adds, steps and aborts."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        model: EngineModel,
+        pool: BlockPool,
+        limits: Limits | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.model, self.pool, self.limits = model, pool, limits or Limits()
+        self.runner = runner
+        self.sampler = Sampler(model.vocabulary, torch.device(device), model.end_ids)
+        self.device = torch.device(device)
+        self.version = 0
+        self.waiting: dict[int, Sequence] = {}
+        self.running: dict[int, Sequence] = {}
+        """Both by arrival."""
+        self.counts = EngineCounts()
+        self._arrivals = itertools.count()
+        self._prompts: dict[int, _Prompt] = {}
+        self._outputs: list[Output] = []
+
+    # -- requests
+
+    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams | None = None) -> None:
+        """Queue a request; raises RequestError if it can never run."""
+        params = params or SamplingParams()
+        self._check(prompt_ids, params)
+        longest = min(self.model.max_length, self.pool.count * self.pool.size)
+        if params.max_tokens is not None:
+            longest = min(longest, len(prompt_ids) + params.max_tokens)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        for index in range(params.n):
+            arrival = next(self._arrivals)
+            self.waiting[arrival] = Sequence(
+                request_id, index, arrival, list(prompt_ids), params, longest, seed + index, self.version
+            )
+            self._switch(self.waiting[arrival])
+
+    def abort(self, request_id: str) -> None:
+        """End a request's sequences; their blocks are free at once."""
+        for sequence in [*self.waiting.values(), *self.running.values()]:
+            if sequence.request_id == request_id:
+                self._finish(sequence, "abort")
+
+    def end(self, request_id: str, index: int) -> None:
+        """End one output of a request, whose text has come to a stop."""
+        for sequence in [*self.waiting.values(), *self.running.values()]:
+            if (sequence.request_id, sequence.index) == (request_id, index):
+                self._finish(sequence, "stop", tells=False)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.waiting or self.running or self._outputs)
+
+    # -- a step
+
+    def step(self) -> list[Output]:
+        """Run one pass; return what came out of it."""
+        batch = self._begin(schedule(self.waiting.values(), self.running.values(), self.pool, self.limits))
+        x_TD = self.runner.run(batch.chunks) if batch.chunks else None
+        sampled = self._sample(x_TD, batch)
+        return self._record(batch, sampled)
+
+    def _begin(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """Give and take blocks as the batch says."""
+        for sequence in batch.preempted:
+            self.pool.release(sequence.blocks)
+            sequence.forget()
+            del self.running[sequence.arrival]
+            self.waiting[sequence.arrival] = sequence
+            self.counts.preemptions += 1
+        if batch.preempted:
+            self.waiting = dict(sorted(self.waiting.items()))
+        for sequence in batch.admitted:
+            shared = shared_blocks(sequence, self.pool)
+            self.pool.share(shared)
+            sequence.blocks, sequence.computed = shared, len(shared) * self.pool.size
+            sequence.published = len(shared)
+            self.running[sequence.arrival] = self.waiting.pop(sequence.arrival)
+            self.counts.prompt_tokens += len(sequence.token_ids)
+            self.counts.shared_tokens += sequence.computed
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            assert chunk.first == sequence.computed, "what is shared was counted by the scheduler"
+            sequence.computed += chunk.count
+            sequence.blocks += self.pool.allocate(self.pool.blocks_for(sequence.computed) - len(sequence.blocks))
+        self.counts.steps += 1
+        return batch
+
+    def _sample(self, x_TD: Tensor | None, batch: ScheduledBatch) -> Sampled | None:
+        """Sample the sequences that the pass brought to their end, and note the log-probabilities of prompts."""
+        if x_TD is None:
+            return None
+        ends = list(itertools.accumulate(chunk.count for chunk in batch.chunks))
+        for chunk, end in zip(batch.chunks, ends, strict=True):
+            if chunk.sequence.params.prompt_logprobs is not None and chunk.first < len(chunk.sequence.prompt_ids):
+                self._note_prompt(chunk, x_TD[end - chunk.count : end])
+        sampling = [(chunk, end - 1) for chunk, end in zip(batch.chunks, ends, strict=True) if chunk.samples]
+        if not sampling:
+            return None
+        rows = torch.tensor([row for _, row in sampling], device=x_TD.device)
+        return self.sampler.sample(self.runner.logits(x_TD[rows]), [chunk.sequence for chunk, _ in sampling])
+
+    def _record(self, batch: ScheduledBatch, sampled: Sampled | None) -> list[Output]:
+        """Append sampled tokens, end sequences, and let others share full blocks."""
+        outputs, self._outputs = self._outputs, []
+        sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
+        values = None if sampled is None else [None if x is None else x.tolist() for x in sampled]
+        for chunk in batch.chunks:
+            self._publish(chunk.sequence)
+        for row, sequence in enumerate(sampling):
+            assert values is not None
+            tokens, logprobs, top_ids, top_logprobs, kept = values
+            token = tokens[row]
+            sequence.token_ids.append(token)
+            self.counts.output_tokens += 1
+            finish = self._end(sequence, token)
+            asked = sequence.params.logprobs
+            outputs.append(
+                Output(
+                    sequence.request_id,
+                    sequence.index,
+                    token,
+                    finish,
+                    None
+                    if asked is None
+                    else TokenLogprobs(
+                        logprobs[row], dict(zip(top_ids[row][:asked], top_logprobs[row][:asked], strict=True))
+                    ),
+                    None if asked is None else kept[row],
+                    self._prompt_of(sequence),
+                )
+            )
+            if finish is not None:
+                self._finish(sequence, finish, tells=False)
+            else:
+                self._switch(sequence)
+        return outputs
+
+    # -- parts of a step
+
+    def _end(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params = sequence.params
+        ends = token in params.stop_token_ids or (token in self.model.end_ids and not params.ignore_eos)
+        if ends and sequence.generated >= params.min_tokens:
+            return "stop"
+        return "length" if len(sequence.token_ids) >= sequence.max_length else None
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Let others share the blocks that are full by now."""
+        if sequence.mixed or not self.pool.shares_prefixes:
+            return
+        full = min(sequence.computed, len(sequence.token_ids)) // self.pool.size
+        hashes = sequence.block_hashes(self.pool.size)
+        for place in range(sequence.published, full):
+            self.pool.publish(sequence.blocks[place], hashes[place])
+        sequence.published = max(sequence.published, full)
+
+    def _switch(self, sequence: Sequence) -> None:
+        """Have a sequence that passes LongRoPE's length start over with the other frequencies."""
+        switch = self.model.switch_length
+        if switch is None or sequence.long or sequence.length <= switch:
+            return
+        sequence.long, sequence.hashes = True, []
+        if sequence.arrival in self.running:
+            self.pool.release(sequence.blocks)
+            sequence.forget()
+            del self.running[sequence.arrival]
+            self.waiting = dict(sorted({**self.waiting, sequence.arrival: sequence}.items()))
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, *, tells: bool = True) -> None:
+        sequence.finish = reason
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        self.running.pop(sequence.arrival, None)
+        self.waiting.pop(sequence.arrival, None)
+        self.sampler.forget(sequence)
+        self._prompts.pop(sequence.arrival, None)
+        if tells:
+            self._outputs.append(Output(sequence.request_id, sequence.index, None, reason))
+
+    def _note_prompt(self, chunk: Chunk, x_LD: Tensor) -> None:
+        """Note the log-probabilities that a chunk gives to the prompt tokens after each of its own."""
+        sequence = chunk.sequence
+        noted = self._prompts.setdefault(sequence.arrival, _Prompt())
+        top = sequence.params.prompt_logprobs or 0
+        first = len(noted.rows) - 1  # the token that predicts the next one to note; more after a preemption
+        last = min(chunk.first + chunk.count, len(sequence.prompt_ids) - 1)
+        for low in range(max(first, chunk.first), last, LOGPROB_ROWS):
+            high = min(low + LOGPROB_ROWS, last)
+            logits = self.runner.logits(x_LD[low - chunk.first : high - chunk.first])
+            following = torch.tensor(sequence.prompt_ids[low + 1 : high + 1], device=logits.device)
+            rows = [x.tolist() for x in token_logprobs(logits, following, self.model.vocabulary, top)]
+            noted.rows += [
+                TokenLogprobs(p, dict(zip(ids, tops, strict=True))) for p, ids, tops in zip(*rows, strict=True)
+            ]
+
+    def _prompt_of(self, sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
+        """Return the prompt's log-probabilities, once."""
+        noted = self._prompts.pop(sequence.arrival, None)
+        return None if noted is None else tuple(noted.rows)
+
+    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        if not prompt_ids:
+            raise RequestError("the prompt is empty", hint="send at least one token")
+        wrong = [token for token in prompt_ids if not 0 <= token < self.model.vocabulary]
+        if wrong:
+            raise RequestError(f"token id {wrong[0]} is not in the vocabulary of {self.model.vocabulary:,}")
+        wrong = [
+            token for token in (*params.logit_bias, *params.stop_token_ids) if not 0 <= token < self.model.vocabulary
+        ]
+        if wrong:
+            raise RequestError(
+                f"logit_bias or stop_token_ids: {wrong[0]} is not in the vocabulary of {self.model.vocabulary:,}"
+            )
+        if len(prompt_ids) >= self.model.max_length:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids):,} tokens, but the model takes {self.model.max_length:,} in all",
+                hint="shorten it",
+            )
+        room = self.pool.count * self.pool.size
+        wanted = len(prompt_ids) + (params.max_tokens or 1)
+        if min(wanted, self.model.max_length) > room:
+            raise RequestError(
+                f"prompt and output have {wanted:,} tokens, but the KV cache has room for {room:,}",
+                hint="ask for fewer tokens, or give the cache more memory",
+            )

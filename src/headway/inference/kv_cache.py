@@ -1,0 +1,86 @@
+"""The paged KV cache of a model, and its view for the tokens of one pass."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.kernels.paged_attention import PagedBatch, paged_attention, store
+
+Widths = tuple[tuple[int, int], tuple[int, int]]
+"""Number and size of the heads that a layer caches per token, of keys and of values."""
+
+
+class PagedKvCache:
+    """Pages of keys and values of all layers. Which page belongs to whom is decided elsewhere (`blocks.py`)."""
+
+    def __init__(
+        self, layers: int, widths: Widths, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.page_size = page_size
+        (key_heads, key_dim), (value_heads, value_dim) = widths
+        self.keys = [
+            torch.zeros(pages, page_size, key_heads, key_dim, dtype=dtype, device=device) for _ in range(layers)
+        ]
+        self.values = [
+            torch.zeros(pages, page_size, value_heads, value_dim, dtype=dtype, device=device) for _ in range(layers)
+        ]
+
+
+def bytes_per_token(layers: int, widths: Widths, dtype: torch.dtype) -> int:
+    """Return the memory of a token in the cache."""
+    return layers * sum(heads * size for heads, size in widths) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PassCache:
+    """The cache as the model sees it in one pass (`models.KvCache`)."""
+
+    pages: PagedKvCache
+    batch: PagedBatch
+    positions_BL: Tensor
+    long_BL: Tensor | None = None
+
+    def layer(self, index: int) -> "LayerPages":
+        """Return the cache of a layer."""
+        return LayerPages(self.pages.keys[index], self.pages.values[index], self.batch)
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """Pages of one layer (`models.LayerCache`)."""
+
+    keys_PZKH: Tensor
+    values_PZKU: Tensor
+    batch: PagedBatch
+
+    def attend(
+        self,
+        q_BLNH: Tensor,
+        k_BLKH: Tensor,
+        v_BLKH: Tensor | None,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_N: Tensor | None = None,
+        value_dim: int | None = None,
+    ) -> Tensor:
+        """Keep the new keys and values; return each query's attention to its own sequence up to itself."""
+        store(k_BLKH[0], self.keys_PZKH, self.batch.slots_T)
+        values = self.values_PZKU
+        if v_BLKH is None:
+            values = self.keys_PZKH[..., :value_dim]
+        else:
+            store(v_BLKH[0], values, self.batch.slots_T)
+        y_TNU = paged_attention(
+            q_BLNH[0].to(self.keys_PZKH.dtype),
+            self.keys_PZKH,
+            values,
+            self.batch,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks_N=sinks_N,
+        )
+        return y_TNU.unsqueeze(0)

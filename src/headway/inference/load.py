@@ -1,0 +1,244 @@
+"""Models to serve: from a Hugging Face folder, or from a checkpoint of a run, in a folder or an object store.
+
+Nothing from either is executed: weights are safetensors, settings JSON; a chat template runs in a sandbox, and a class
+of the user's own is one that the recipe names and the user has installed.
+"""
+
+import inspect
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.data.tokenizer import TextTokenizer, load_tokenizer
+from headway.errors import DataError, ModelError, RunError
+from headway.models import Decoder, empty_decoder, load_into
+from headway.models.custom import build_own
+from headway.recipe import Model, Recipe
+from headway.recipe.huggingface import read_model
+from headway.recipe.rope import RotaryModel
+from headway.state import OpenCheckpoint, find_checkpoint, open_checkpoint
+from headway.state.tensors import read_tensors
+from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
+
+DEFAULT_LENGTH = 8192
+"""Tokens of a sequence, for a model that does not say."""
+GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Keys of generation_config.json that a request takes over."""
+
+
+@dataclass
+class LoadedModel:
+    """A model in memory, and what is known of its text."""
+
+    name: str
+    module: nn.Module
+    device: torch.device
+    vocabulary: int
+    """Tokens that may be sampled: the model's vocabulary may be padded beyond the tokenizer's."""
+    max_length: int
+    tokenizer: TextTokenizer | None = None
+    end_ids: tuple[int, ...] = ()
+    begin_id: int | None = None
+    """The token that texts begin with."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters of generation_config.json."""
+    chat_template: str | None = None
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    """Names that a chat template may use, such as bos_token."""
+    step: int | None = None
+
+    @property
+    def takes_cache(self) -> bool:
+        """Whether passes can use a KV cache."""
+        if isinstance(self.module, Decoder):
+            return True
+        parameters = inspect.signature(self.module.forward).parameters
+        return "cache" in parameters and hasattr(self.module, "cache_shape")
+
+    @property
+    def switch_length(self) -> int | None:
+        """LongRoPE: length beyond which a sequence has other rotary frequencies."""
+        model = self.module.model if isinstance(self.module, Decoder) else None
+        return model.switch_length if isinstance(model, RotaryModel) else None
+
+
+def load_model(
+    source: str | Path, *, device: str = "auto", dtype: str = "auto", runs: Path | None = None
+) -> LoadedModel:
+    """Load a Hugging Face folder, or RUN, RUN@STEP or `last`."""
+    folder = Path(source)
+    if (folder / "config.json").is_file():
+        return load_folder(folder, device=device, dtype=dtype)
+    if folder.is_dir() and not (folder / "recipe.json").is_file():
+        raise ModelError(f"{source} has no config.json", hint="name a Hugging Face folder or a run")
+    ref, step = parse_ref(str(source))
+    run = RunFolder(folder) if (folder / "recipe.json").is_file() else find_run(runs_root(runs), ref)
+    return load_run(run, find_checkpoint(run.checkpoints, step), device=device, dtype=dtype)
+
+
+def load_folder(folder: Path, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Load a Hugging Face folder."""
+    model = read_model(folder)
+    place = _device(device)
+    module = _empty(model, place, _dtype(dtype, _settings(folder / "config.json").get("dtype"), place))
+    load_into(module, folder)
+    config = _settings(folder / "config.json")
+    loaded = LoadedModel(folder.resolve().name, module.eval(), place, model.vocabulary, _length(config, model))
+    return _with_text(loaded, folder, folder / "tokenizer.json", None)
+
+
+def load_run(
+    run: RunFolder, checkpoint: Path | OpenCheckpoint, *, device: str = "auto", dtype: str = "auto"
+) -> LoadedModel:
+    """Load a checkpoint of a run."""
+    recipe = read_recipe(run)
+    source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else open_checkpoint(checkpoint)
+    weights = read_tensors(source, prefix="model/")
+    place = _device(device if recipe.train.device != "cpu" else "cpu")
+    module = _filled(recipe, weights, place, _dtype(dtype, recipe.train.dtype, place), str(checkpoint))
+    vocabulary = recipe.model.vocabulary if recipe.model.class_ is None else _tokenizer_size(run)
+    name = f"{run.name}@{source.manifest.step}"
+    loaded = LoadedModel(name, module.eval(), place, vocabulary, _run_length(recipe, run), step=source.manifest.step)
+    return _with_text(loaded, run.companions, run.tokenizer_file, _end_of_text(run))
+
+
+def _filled(
+    recipe: Recipe, weights: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype, source: str
+) -> nn.Module:
+    """Return the recipe's model with these weights."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if recipe.model.class_ is not None:
+        module = build_own(recipe.model, "cpu")
+        wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    else:
+        module = empty_decoder(recipe.model)
+        wanted = recipe.model.tensors() | recipe.model.buffers()
+    if shapes != wanted:
+        raise ModelError(f"{source} does not match the model in the run's recipe")
+    module.load_state_dict(weights)
+    return module.to(device=device, dtype=dtype)
+
+
+def _empty(model: Model, device: torch.device, dtype: torch.dtype) -> Decoder:
+    return empty_decoder(model, device).to(dtype)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError("no GPU here", hint="leave --device out, or set it to cpu")
+    return torch.device(name)
+
+
+def _dtype(name: str, stored: Any, device: torch.device) -> torch.dtype:
+    """Return the precision: as stored or trained on a GPU, float32 on a CPU, unless told otherwise."""
+    if name == "auto":
+        name = stored if device.type == "cuda" and stored in ("bfloat16", "float16") else "float32"
+    dtype = getattr(torch, name, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ModelError(f"unknown precision {name!r}", hint="float32, bfloat16 or float16")
+    return dtype
+
+
+# -- text
+
+
+def _with_text(loaded: LoadedModel, folder: Path, tokenizer_file: Path, end_of_text: int | None) -> LoadedModel:
+    """Add the tokenizer and what the files beside it say."""
+    config, generation = _settings(folder / "config.json"), _settings(folder / "generation_config.json")
+    named = _settings(folder / "tokenizer_config.json")
+    end_ids = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
+    if end_of_text is not None and end_of_text not in end_ids:
+        end_ids = (end_of_text, *end_ids)
+    if tokenizer_file.is_file():
+        loaded.tokenizer = _tokenizer(tokenizer_file, end_ids)
+        loaded.vocabulary = min(loaded.vocabulary, loaded.tokenizer.vocab_size)
+        if not end_ids and loaded.tokenizer.end_of_text >= 0:
+            end_ids = (loaded.tokenizer.end_of_text,)
+    loaded.end_ids = tuple(token for token in end_ids if token < loaded.vocabulary)
+    begin = _ids(generation.get("bos_token_id")) or _ids(config.get("bos_token_id"))
+    loaded.begin_id = begin[0] if begin and named.get("add_bos_token") else None
+    if generation.get("do_sample", True):
+        loaded.defaults = {key: generation[key] for key in GENERATION_DEFAULTS if generation.get(key) is not None}
+    loaded.chat_template = _template(folder, named)
+    loaded.special_tokens = {
+        key: value if isinstance(value, str) else str(value.get("content", ""))
+        for key, value in named.items()
+        if key.endswith("_token") and isinstance(value, str | dict)
+    }
+    return loaded
+
+
+def _tokenizer(file: Path, end_ids: tuple[int, ...]) -> TextTokenizer:
+    """Load a tokenizer that parses special tokens, as a chat template writes them."""
+    try:
+        return load_tokenizer(file, end_of_text=end_ids[0] if end_ids else None, special_tokens=True)
+    except DataError:
+        if end_ids:
+            raise
+        return load_tokenizer(file, end_of_text=-1, special_tokens=True)  # a text then ends at max_tokens
+
+
+def _template(folder: Path, named: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = named.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Return a JSON object from a file; an absent one is empty."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} is not a JSON object")
+    return value
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, list) else () if value is None else (int(value),)
+
+
+# -- sizes
+
+
+def _length(config: dict[str, Any], model: Model) -> int:
+    """Return the longest sequence of a model."""
+    longest = model.longest or config.get("max_position_embeddings") or config.get("n_positions")
+    return int(longest) if longest else DEFAULT_LENGTH
+
+
+def _run_length(recipe: Recipe, run: RunFolder) -> int:
+    """Return the longest sequence of a run's model: what its folder says, or what it was trained on."""
+    if recipe.model.class_ is None and recipe.model.longest is not None:
+        return recipe.model.longest
+    stored = _settings(run.companions / "config.json").get("max_position_embeddings")
+    return int(stored) if stored else max(recipe.data.seq, DEFAULT_LENGTH)
+
+
+def _end_of_text(run: RunFolder) -> int | None:
+    """Return the token that ends a document of the run's dataset; a run without data has none."""
+    if not run.data_file.is_file():
+        return None
+    try:
+        return int(json.loads(run.data_file.read_bytes())["end_of_text"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RunError(f"{run.data_file} is not a valid dataset manifest") from None
+
+
+def _tokenizer_size(run: RunFolder) -> int:
+    if not run.tokenizer_file.is_file():
+        raise RunError(f"{run.name} has no tokenizer", hint="a class of your own needs one to be sampled")
+    return load_tokenizer(run.tokenizer_file, end_of_text=0).vocab_size

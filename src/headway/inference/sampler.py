@@ -1,0 +1,183 @@
+"""Sampling of one token per row of logits, on the device, for rows with parameters of their own.
+
+Every row draws one number, a hash of its seed and position, and takes the token where the cumulative probability
+passes it. So a token depends on its own logits, seed and position alone, whatever else is in the batch.
+
+Shapes: R rows, V vocabulary, X the most log-probabilities asked for.
+"""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.inference.sequence import Sequence
+
+UNIT = 2.0**-24
+"""Random numbers have 24 bits: all that float32 holds below 1."""
+
+
+class Sampled(NamedTuple):
+    """What was sampled, row by row, on the device."""
+
+    tokens_R: Tensor
+    logprobs_R: Tensor | None = None
+    """Of the sampled tokens, in the model's own distribution."""
+    top_ids_RX: Tensor | None = None
+    top_logprobs_RX: Tensor | None = None
+    kept_R: Tensor | None = None
+    """Probability that truncation kept, of the distribution at the row's temperature."""
+
+
+@dataclass
+class History:
+    """How often each token is in a sequence: what penalties depend on."""
+
+    prompt_V: Tensor
+    """Whether the prompt has it."""
+    output_V: Tensor
+    """How often the output has it."""
+
+
+class Sampler:
+    """Samples rows of logits; keeps the histories of penalized sequences."""
+
+    def __init__(self, vocabulary: int, device: torch.device, end_ids: Rows[int] = ()) -> None:
+        self.vocabulary, self.device, self.end_ids = vocabulary, device, tuple(end_ids)
+        """Tokens from `vocabulary` on are padding, and never sampled."""
+        self._histories: dict[int, History] = {}
+
+    def sample(self, logits_RV: Tensor, rows: Rows[Sequence]) -> Sampled:
+        """Sample the next token of each sequence from its row."""
+        logits_RV = logits_RV[:, : self.vocabulary].float()
+        params = [sequence.params for sequence in rows]
+        most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
+        logprobs_RV = None if most is None else logits_RV.log_softmax(dim=-1)
+        logits_RV = self._adjusted(logits_RV, rows)
+        tokens_R, kept_R = self._draw(logits_RV, rows, keeps=most is not None)
+        if logprobs_RV is None or most is None:
+            return Sampled(tokens_R)
+        chosen_R = logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
+        top = logprobs_RV.topk(min(most, self.vocabulary), dim=-1)
+        return Sampled(tokens_R, chosen_R, top.indices, top.values, kept_R)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept of a finished sequence."""
+        self._histories.pop(sequence.arrival, None)
+
+    def _adjusted(self, logits_RV: Tensor, rows: Rows[Sequence]) -> Tensor:
+        """Apply biases, minimum lengths and penalties; most requests have none."""
+        changed = [
+            (row, sequence)
+            for row, sequence in enumerate(rows)
+            if sequence.params.logit_bias
+            or sequence.params.penalized
+            or sequence.generated < sequence.params.min_tokens
+        ]
+        if changed:
+            logits_RV = logits_RV.clone()
+        for row, sequence in changed:
+            params, logits_V = sequence.params, logits_RV[row]
+            for token, bias in params.logit_bias.items():
+                logits_V[token] += bias
+            if sequence.generated < params.min_tokens:
+                ends = [*self.end_ids, *params.stop_token_ids]
+                logits_V[[token for token in ends if token < self.vocabulary]] = float("-inf")
+            if params.penalized:
+                history = self._history(sequence)
+                seen_V = history.prompt_V | (history.output_V > 0)
+                penalty = params.repetition_penalty
+                penalized_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
+                logits_V.copy_(torch.where(seen_V, penalized_V, logits_V))
+                logits_V -= params.frequency_penalty * history.output_V
+                logits_V -= params.presence_penalty * (history.output_V > 0)
+        return logits_RV
+
+    def _history(self, sequence: Sequence) -> History:
+        """Return the counts of a sequence's tokens, with those that came since the last time."""
+        history = self._histories.get(sequence.arrival)
+        if history is None:
+            prompt_V = torch.zeros(self.vocabulary, dtype=torch.bool, device=self.device)
+            prompt_V[torch.tensor(sequence.prompt_ids, device=self.device)] = True
+            history = History(prompt_V, torch.zeros(self.vocabulary, dtype=torch.int64, device=self.device))
+            self._histories[sequence.arrival] = history
+        output = torch.tensor(sequence.token_ids[len(sequence.prompt_ids) :], dtype=torch.int64, device=self.device)
+        history.output_V = torch.bincount(output, minlength=self.vocabulary)
+        return history
+
+    def _draw(self, logits_RV: Tensor, rows: Rows[Sequence], *, keeps: bool) -> tuple[Tensor, Tensor | None]:
+        """Return a token of each row, and the probability mass that truncation kept."""
+        params = [sequence.params for sequence in rows]
+        if all(p.temperature == 0 for p in params):
+            return logits_RV.argmax(dim=-1), logits_RV.new_ones(len(rows)) if keeps else None
+        device = logits_RV.device
+        temperatures_R1 = torch.tensor([p.temperature or 1.0 for p in params], device=device).unsqueeze(1)
+        # The best logit is subtracted first, so that a tiny temperature cannot overflow.
+        shifted_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
+        probs_RV = (shifted_RV / temperatures_R1).softmax(dim=-1)
+        numbers_R1 = uniform([s.seed for s in rows], [s.generated for s in rows], device).unsqueeze(1)
+        kept_R = probs_RV.new_ones(len(rows))
+        if any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in params):
+            sorted_RV, ids_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
+            sorted_RV = truncated(sorted_RV, *_truncation(rows, self.vocabulary, device))
+            # Back in the order of the vocabulary, in which rows draw that others' truncation must not touch.
+            probs_RV = torch.zeros_like(probs_RV).scatter_(1, ids_RV, sorted_RV)
+            kept_R = sorted_RV.sum(dim=-1)
+        drawn_R1 = _inverse(probs_RV, numbers_R1)
+        greedy = [p.temperature == 0 for p in params]
+        if any(greedy):
+            greedy_R1 = torch.tensor(greedy, device=device).unsqueeze(1)
+            drawn_R1 = torch.where(greedy_R1, logits_RV.argmax(dim=-1, keepdim=True), drawn_R1)
+            kept_R = torch.where(greedy_R1[:, 0], 1.0, kept_R)
+        return drawn_R1.squeeze(1), kept_R if keeps else None
+
+
+def truncated(sorted_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Tensor) -> Tensor:
+    """Zero the probabilities, sorted downwards, that top-k, then top-p, then min-p drop; the first always stays."""
+    ranks_V = torch.arange(sorted_RV.shape[1], device=sorted_RV.device)
+    kept_RV = sorted_RV.where(ranks_V < top_k_R1, 0.0)
+    before_RV = kept_RV.cumsum(dim=-1) - kept_RV
+    kept_RV = kept_RV.where((before_RV < top_p_R1 * kept_RV.sum(dim=-1, keepdim=True)) | (ranks_V == 0), 0.0)
+    return kept_RV.where(sorted_RV >= min_p_R1 * sorted_RV[:, :1], 0.0)
+
+
+def _truncation(rows: Rows[Sequence], vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    params = [sequence.params for sequence in rows]
+    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=device)
+    top_p = torch.tensor([p.top_p if p.top_p < 1 else 2.0 for p in params], device=device)  # 1 drops nothing
+    min_p = torch.tensor([p.min_p for p in params], device=device)
+    return top_k.unsqueeze(1), top_p.unsqueeze(1), min_p.unsqueeze(1)
+
+
+def _inverse(weights_RV: Tensor, numbers_R1: Tensor) -> Tensor:
+    """Return where the cumulative weight passes each number's share of the total; never a weight of 0."""
+    ends_RV = weights_RV.cumsum(dim=-1)
+    place_R1 = torch.searchsorted(ends_RV, numbers_R1 * ends_RV[:, -1:], right=True)
+    # Rounding may lead past the last positive weight.
+    last_R1 = (weights_RV > 0).long().mul(torch.arange(weights_RV.shape[1], device=weights_RV.device)).amax(1, True)
+    return torch.minimum(place_R1, last_R1)
+
+
+def uniform(seeds: Rows[int], positions: Rows[int], device: torch.device) -> Tensor:
+    """Return a number in [0, 1) per seed and position: splitmix64 of both."""
+    keys = [(_mixed(seed & MASK) + position) & MASK for seed, position in zip(seeds, positions, strict=True)]
+    return torch.tensor([(_mixed(key) >> 40) * UNIT for key in keys], device=device)
+
+
+MASK = 2**64 - 1
+
+
+def _mixed(number: int) -> int:
+    number = (number + 0x9E3779B97F4A7C15) & MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK
+    return number ^ (number >> 31)
+
+
+def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, vocabulary: int, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probabilities of given tokens, and the ids and log-probabilities of the likeliest ones."""
+    logprobs_RV = logits_RV[:, :vocabulary].float().log_softmax(dim=-1)
+    best = logprobs_RV.topk(min(top, vocabulary), dim=-1)
+    return logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1), best.indices, best.values

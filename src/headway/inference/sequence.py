@@ -1,0 +1,76 @@
+"""A sequence in the engine: its tokens, where their keys and values are, and how it ended."""
+
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headway.inference.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One output of a request, from its prompt on."""
+
+    request_id: str
+    index: int
+    """Which of the request's n outputs."""
+    arrival: int
+    """Place in the order of arrival, unique in the engine."""
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_length: int
+    """Prompt and output together end at this many tokens."""
+    seed: int
+    version: int = 0
+    """Of the weights."""
+    token_ids: list[int] = field(default_factory=list)
+    """Prompt and output, as far as known on the host."""
+    pending: int = 0
+    """Tokens sampled on the device that the host does not know yet."""
+    computed: int = 0
+    """Tokens whose keys and values are in the cache, or will be after the passes under way."""
+    blocks: list[int] = field(default_factory=list)
+    """Blocks of the cache that it holds, in order."""
+    published: int = 0
+    """Blocks, from the first, that others may share."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Hash of each full block and all before it."""
+    long: bool = False
+    """Whether it is past LongRoPE's switch: keys and values of shorter sequences do not fit."""
+    mixed: bool = False
+    """Whether its cache was computed by weights of several versions."""
+    finish: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
+
+    @property
+    def length(self) -> int:
+        """All tokens, known or not."""
+        return len(self.token_ids) + self.pending
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the output, known or not."""
+        return self.length - len(self.prompt_ids)
+
+    @property
+    def shareable(self) -> bool:
+        """Whether it may use blocks of others: not if every prompt token must be computed for its log-probability."""
+        return self.params.prompt_logprobs is None and not self.mixed
+
+    def block_hashes(self, size: int) -> list[bytes]:
+        """Return the hashes of its full blocks, chained, and salted with the version of the weights."""
+        while (len(self.hashes) + 1) * size <= len(self.token_ids):
+            first = len(self.hashes) * size
+            before = self.hashes[-1] if self.hashes else b"%d %d" % (self.version, self.long)
+            ids = array("q", self.token_ids[first : first + size]).tobytes()
+            self.hashes.append(hashlib.blake2b(before + ids, digest_size=16).digest())
+        return self.hashes
+
+    def forget(self) -> None:
+        """Start over: nothing of it is in the cache."""
+        self.computed, self.published, self.blocks = 0, 0, []

@@ -1,0 +1,176 @@
+"""`python -m headway.inference.server`: the process behind `headway serve`.
+
+Reads one JSON object from stdin. Writes JSON lines to stdout: {"listening", ...} once it answers, then {"running", ...}
+every second while it has work; on an error a last {"error", "hint"} and the error's exit status. SIGTERM and SIGINT
+end it after the requests under way.
+"""
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from pydantic import BaseModel, ConfigDict
+
+from headway.errors import HeadwayError, UsageError
+from headway.inference.load import load_model, load_run
+from headway.inference.server.app import make_app
+from headway.inference.server.service import EngineService
+from headway.inference.text_engine import EngineOptions, TextEngine
+from headway.track import RunFolder
+
+DRAIN_S = 30
+"""How long requests under way may take once the server is told to end."""
+
+
+class ServeRequest(BaseModel):
+    """What to serve, where, and how much it may take."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Path | None = None
+    """A Hugging Face folder."""
+    run: Path | None = None
+    """Or the folder of a run, with one of its checkpoints."""
+    checkpoint: Path | None = None
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_waiting: int = 1024
+    options: dict[str, Any] = {}
+    """Of `EngineOptions`."""
+
+
+def main() -> int:
+    """Serve until told to end; return the exit status."""
+    try:
+        serve(ServeRequest.model_validate_json(sys.stdin.buffer.read()))
+    except HeadwayError as error:
+        _say(error=error.message, hint=error.hint)
+        return error.exit_status
+    return 0
+
+
+def serve(request: ServeRequest) -> None:
+    """Load the model, listen and answer."""
+    key = None if request.api_key_file is None else _key(request.api_key_file)
+    listener = _listen(request.host, request.port)  # before the model is loaded: a port that is taken is told at once
+    if request.run is not None and request.checkpoint is not None:
+        loaded = load_run(RunFolder(request.run), request.checkpoint, device=request.device, dtype=request.dtype)
+    else:
+        assert request.folder is not None
+        loaded = load_model(request.folder, device=request.device, dtype=request.dtype)
+    service = EngineService(TextEngine(loaded, EngineOptions(**request.options)), max_waiting=request.max_waiting)
+    config = uvicorn.Config(
+        make_app(service, request.name, key), log_level="warning", timeout_graceful_shutdown=DRAIN_S, lifespan="off"
+    )
+    server = _Server(config, service)
+    _say(**_facts(service, request.name, listener))
+    threading.Thread(target=_report, args=(service,), name="report", daemon=True).start()
+    asyncio.run(server.serve(sockets=[listener]))
+    service.close()
+
+
+class _Server(uvicorn.Server):
+    """Refuses new requests as soon as it is told to end."""
+
+    def __init__(self, config: uvicorn.Config, service: EngineService) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Drain at the first signal, end at once at the second. (uvicorn's own raises the signal again at the end.)"""
+        handled = (signal.SIGTERM, signal.SIGINT)
+        before = {which: signal.signal(which, self._drain) for which in handled}
+        try:
+            yield
+        finally:
+            for which, handler in before.items():
+                signal.signal(which, handler)
+
+    def _drain(self, *_: Any) -> None:
+        self.force_exit = self.should_exit
+        self._service.draining = self.should_exit = True
+
+
+def _key(file: Path) -> str:
+    try:
+        key = file.read_text().strip()
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+    if len(key) < 8:
+        raise UsageError(
+            f"{file} has a key of {len(key)} characters", hint="use at least 8, for example openssl rand -hex 16"
+        )
+    return key
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --port; 0 takes any free one"
+        ) from None
+    listener.listen(2048)
+    return listener
+
+
+def _facts(service: EngineService, name: str, listener: socket.socket) -> dict[str, Any]:
+    """Return what is served, and where."""
+    loaded, engine = service.engine.loaded, service.engine.engine
+    host, port = listener.getsockname()[:2]
+    weights = list(loaded.module.parameters())
+    return {
+        "listening": f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1",
+        "model": name,
+        "parameters": sum(weight.numel() for weight in weights),
+        "dtype": str(weights[0].dtype).removeprefix("torch."),
+        "device": str(loaded.device),
+        "cached": loaded.takes_cache,
+        "cache_tokens": engine.pool.count * engine.pool.size,
+        "max_model_len": engine.model.max_length,
+        "chat": loaded.chat_template is not None,
+    }
+
+
+def _report(service: EngineService) -> None:
+    """Say every second how things stand, while there is work."""
+    before, idle = service.engine.engine.counts.output_tokens, True
+    while True:
+        time.sleep(1)
+        engine = service.engine.engine
+        busy, generated = engine.busy, engine.counts.output_tokens - before
+        before += generated
+        if busy or not idle:
+            _say(
+                running=len(engine.running),
+                waiting=len(engine.waiting),
+                cache=round(1 - engine.pool.free / engine.pool.count, 3),
+                hits=round(engine.counts.shared_tokens / max(engine.counts.prompt_tokens, 1), 3),
+                tokens_per_s=generated,
+            )
+        idle = not busy
+
+
+def _say(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

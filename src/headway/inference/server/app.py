@@ -1,0 +1,403 @@
+"""The server's routes: OpenAI's completions and chats, health and metrics."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headway.errors import HeadwayError, ModelError, RequestError, what_is_wrong
+from headway.inference.chat import render_chat
+from headway.inference.engine import TokenLogprobs
+from headway.inference.params import SamplingParams
+from headway.inference.server.metrics import Metrics
+from headway.inference.server.protocol import ChatRequest, CompletionRequest
+from headway.inference.server.responses import Choice, chat_logprobs, completion_logprobs, head, usage
+from headway.inference.server.service import Draining, EngineService, Overloaded
+
+MOST_BYTES = 32 << 20
+"""Of a request's body."""
+MOST_PROMPTS = 1024
+"""Of one request."""
+
+
+def make_app(service: EngineService, name: str, api_key: str | None = None) -> FastAPI:
+    """Return the application that serves a model under a name; with a key, only to those who have it."""
+    app = FastAPI(title="Headway", openapi_url="/openapi.json", docs_url=None, redoc_url=None)
+    app.add_middleware(_Guard, api_key=api_key)
+    app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]
+    app.add_exception_handler(ValidationError, _invalid)  # type: ignore[arg-type]
+    app.add_exception_handler(HeadwayError, _refused)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _http)  # type: ignore[arg-type]
+    routes = _Routes(service, name)
+    metrics = Metrics(service)
+
+    @app.get("/health")
+    def health() -> JSONResponse:
+        ready = service.alive and not service.draining
+        return JSONResponse({"status": "ok" if ready else "ending"}, status_code=200 if ready else 503)
+
+    @app.get("/metrics")
+    def show_metrics() -> PlainTextResponse:
+        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [routes.describe()]}
+
+    @app.get("/v1/models/{model:path}")
+    def model(model: str) -> dict[str, Any]:
+        routes.check_name(model)
+        return routes.describe()
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Any:
+        return await routes.completions(body, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Any:
+        return await routes.chat(body, request)
+
+    return app
+
+
+@dataclass
+class _Prompt:
+    """One prompt of a request."""
+
+    ids: list[int]
+    text: str
+    params: SamplingParams
+
+
+class _Routes:
+    """Answers to completions and chats."""
+
+    def __init__(self, service: EngineService, name: str) -> None:
+        self.service, self.engine, self.name = service, service.engine, name
+        self.defaults = self.engine.loaded.defaults
+
+    def describe(self) -> dict[str, Any]:
+        length = self.engine.engine.model.max_length
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "headway", "max_model_len": length}
+
+    def check_name(self, model: str | None) -> None:
+        if model is not None and model != self.name:
+            raise HTTPException(404, f"model {model!r} is not served here; {self.name!r} is")
+
+    # -- completions
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Any:
+        self.check_name(body.model)
+        if len(body.prompts) > MOST_PROMPTS:
+            raise RequestError(f"{len(body.prompts)} prompts in one request", hint=f"send at most {MOST_PROMPTS}")
+        params = body.sampling(
+            self.defaults,
+            max_tokens=None if body.max_tokens is None else max(body.max_tokens, 1),
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        prompts = [self._completion_prompt(prompt, params) for prompt in body.prompts]
+        request_id = f"cmpl-{secrets.token_hex(12)}"
+        if body.stream:
+            return await _event_stream(self._stream_completions(request_id, body, prompts))
+        return await _unless_gone(request, self._whole_completions(request_id, body, prompts))
+
+    def _completion_prompt(self, prompt: str | list[int], params: SamplingParams) -> _Prompt:
+        if isinstance(prompt, str):
+            return _Prompt(self.engine.encode(prompt), prompt, params)
+        return _Prompt(prompt, self.engine.decode(prompt) if self._known(prompt) else "", params)
+
+    def _known(self, ids: list[int]) -> bool:
+        return all(token < self.engine.engine.model.vocabulary for token in ids)
+
+    async def _whole_completions(
+        self, request_id: str, body: CompletionRequest, prompts: list[_Prompt]
+    ) -> dict[str, Any]:
+        finished = await _all([self._collect(prompt) for prompt in prompts])
+        choices, output_tokens = [], 0
+        for prompt, (outputs, noted) in zip(prompts, finished, strict=True):
+            for output in outputs:
+                choices.append(self._completion_choice(len(choices), body, prompt, output, noted))
+                output_tokens += len(output.token_ids)
+        counted = usage(sum(len(prompt.ids) for prompt in prompts), output_tokens if body.max_tokens != 0 else 0)
+        return head(request_id, "text_completion", self.name) | {"choices": choices, "usage": counted}
+
+    def _completion_choice(
+        self,
+        index: int,
+        body: CompletionRequest,
+        prompt: _Prompt,
+        output: Choice,
+        noted: tuple[TokenLogprobs | None, ...] | None,
+    ) -> dict[str, Any]:
+        text, ids, rows = output.text, output.token_ids, list[TokenLogprobs | None](output.logprobs)
+        if body.max_tokens == 0:
+            text, ids, rows = "", [], []
+        offset = len(prompt.text)
+        if body.echo:
+            text, ids, offset = prompt.text + text, [*prompt.ids, *ids], 0
+            rows = [*(noted or ()), *rows]
+        logprobs = None if body.logprobs is None else completion_logprobs(self.engine, ids, rows, offset)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish}
+
+    async def _stream_completions(
+        self, request_id: str, body: CompletionRequest, prompts: list[_Prompt]
+    ) -> AsyncIterator[dict[str, Any]]:
+        top = head(request_id, "text_completion", self.name)
+        count, output_tokens = prompts[0].params.n, 0
+        echoed = set[int]()
+        offsets: dict[int, int] = {}
+        async with aclosing(_merged([self.service.stream(p.ids, p.params) for p in prompts])) as parts:
+            async for number, part in parts:
+                prompt, output = prompts[number], part.output
+                index = number * count + output.index
+                text, ids = part.text, [] if output.token_id is None else [output.token_id]
+                rows: list[TokenLogprobs | None] = [] if output.logprobs is None else [output.logprobs]
+                output_tokens += len(ids)
+                if body.max_tokens == 0:
+                    text, ids, rows = "", [], []
+                if body.echo and index not in echoed:
+                    echoed.add(index)
+                    text, ids = prompt.text + text, [*prompt.ids, *ids]
+                    rows = [*(output.prompt_logprobs or ()), *rows]
+                logprobs = None
+                if body.logprobs is not None:
+                    offset = offsets.get(index, 0 if body.echo else len(prompt.text))
+                    logprobs = completion_logprobs(self.engine, ids, rows, offset)
+                    offsets[index] = offset + sum(len(token) for token in logprobs["tokens"])
+                choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish}
+                yield top | {"choices": [choice]} | ({"usage": None} if body.include_usage else {})
+        if body.include_usage:
+            yield top | {"choices": [], "usage": usage(sum(len(p.ids) for p in prompts), output_tokens)}
+
+    # -- chats
+
+    async def chat(self, body: ChatRequest, request: Request) -> Any:
+        self.check_name(body.model)
+        params = body.sampling(
+            self.defaults, max_tokens=body.length, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+        )
+        text = await asyncio.to_thread(
+            render_chat,
+            self.engine.loaded,
+            body.messages,
+            tools=body.tools if body.tool_choice != "none" else None,
+            add_generation_prompt=body.add_generation_prompt,
+            template_arguments=body.chat_template_kwargs,
+        )
+        tokenizer = self.engine.loaded.tokenizer
+        if tokenizer is None:
+            raise RequestError(f"{self.name} has no tokenizer", hint="use completions with token ids")
+        prompt = _Prompt([int(token) for token in tokenizer.encode(text)], text, params)
+        request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        if body.stream:
+            return await _event_stream(self._stream_chat(request_id, body, prompt))
+        return await _unless_gone(request, self._whole_chat(request_id, body, prompt))
+
+    async def _whole_chat(self, request_id: str, body: ChatRequest, prompt: _Prompt) -> dict[str, Any]:
+        outputs, _ = await self._collect(prompt)
+        choices = [
+            {
+                "index": output.index,
+                "message": {"role": "assistant", "content": output.text},
+                "logprobs": chat_logprobs(self.engine, output.token_ids, output.logprobs) if body.logprobs else None,
+                "finish_reason": output.finish,
+            }
+            for output in outputs
+        ]
+        counted = usage(len(prompt.ids), sum(len(output.token_ids) for output in outputs))
+        return head(request_id, "chat.completion", self.name) | {"choices": choices, "usage": counted}
+
+    async def _stream_chat(self, request_id: str, body: ChatRequest, prompt: _Prompt) -> AsyncIterator[dict[str, Any]]:
+        top = head(request_id, "chat.completion.chunk", self.name)
+        extra: dict[str, Any] = {"usage": None} if body.include_usage else {}
+        begun, output_tokens = set[int](), 0
+        async with aclosing(self.service.stream(prompt.ids, prompt.params)) as parts:  # type: ignore[type-var]
+            async for part in parts:
+                output = part.output
+                delta = {"content": part.text}
+                if output.index not in begun:
+                    begun.add(output.index)
+                    delta = {"role": "assistant", **delta}
+                output_tokens += output.token_id is not None
+                logprobs = None
+                if body.logprobs and output.logprobs is not None and output.token_id is not None:
+                    logprobs = chat_logprobs(self.engine, [output.token_id], [output.logprobs])
+                choice = {"index": output.index, "delta": delta, "logprobs": logprobs, "finish_reason": output.finish}
+                yield top | {"choices": [choice]} | extra
+        if body.include_usage:
+            yield top | {"choices": [], "usage": usage(len(prompt.ids), output_tokens)}
+
+    async def _collect(self, prompt: _Prompt) -> tuple[list[Choice], tuple[TokenLogprobs | None, ...] | None]:
+        """Return all outputs of a prompt, and the prompt's log-probabilities."""
+        choices, noted = [Choice(index) for index in range(prompt.params.n)], None
+        async with aclosing(self.service.stream(prompt.ids, prompt.params)) as parts:  # type: ignore[type-var]
+            async for part in parts:
+                choices[part.output.index].add(part)
+                noted = part.output.prompt_logprobs or noted
+        return choices, noted
+
+
+# -- streams and clients that leave
+
+
+async def _event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+    """Stream server-sent events. The first is awaited here, so that a refused request has a status of its own."""
+    first = await anext(events, None)
+
+    async def lines() -> AsyncIterator[str]:
+        async with aclosing(events):  # type: ignore[type-var]
+            if first is not None:
+                yield f"data: {json.dumps(first)}\n\n"
+            try:
+                async for event in events:
+                    yield f"data: {json.dumps(event)}\n\n"
+            except HeadwayError as error:
+                yield f"data: {json.dumps(_error(error.message, 'server_error'))}\n\n"
+            yield "data: [DONE]\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Any:
+    """Return the answer; if the client disconnects before, cancel the work."""
+    answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
+            return PlainTextResponse("", status_code=499)
+        return JSONResponse(answer.result())
+    finally:
+        gone.cancel()
+        answer.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _all(works: list[Awaitable[Any]]) -> list[Any]:
+    """Await all; when one fails, cancel the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _merged(streams: list[AsyncIterator[Any]]) -> AsyncIterator[tuple[int, Any]]:
+    """Yield (number of the stream, output) as they come."""
+    outputs: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncIterator[Any]) -> None:
+        async with aclosing(stream):  # type: ignore[type-var]
+            try:
+                async for output in stream:
+                    outputs.put_nowait((number, output))
+            except HeadwayError as error:
+                outputs.put_nowait((number, error))
+            else:
+                outputs.put_nowait((number, None))
+
+    tasks = [asyncio.ensure_future(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            number, output = await outputs.get()
+            if isinstance(output, HeadwayError):
+                raise output
+            if output is None:
+                left -= 1
+            else:
+                yield number, output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# -- errors, keys and sizes
+
+
+def _error(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
+async def _invalid(_: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
+    mistake = error.errors()[0]
+    place = [str(part) for part in mistake["loc"] if part != "body"]
+    name = place[0] if place else None  # what follows names the alternatives of a union
+    if mistake["type"] == "json_invalid":
+        name, message = None, f"the body is not JSON: {mistake['ctx']['error']}"
+    elif mistake["type"] == "extra_forbidden":
+        message = f"unknown field {name}"
+    else:
+        message = f"{name}: {what_is_wrong(mistake)}" if name else what_is_wrong(mistake)
+    return JSONResponse(_error(message, "invalid_request_error", name), status_code=400)
+
+
+async def _refused(_: Request, error: HeadwayError) -> JSONResponse:
+    message = error.message if error.hint is None else f"{error.message}; {error.hint}"
+    if isinstance(error, Overloaded):
+        return JSONResponse(_error(message, "rate_limit_error"), status_code=429, headers={"Retry-After": "1"})
+    if isinstance(error, Draining):
+        return JSONResponse(_error(message, "server_error"), status_code=503, headers={"Retry-After": "5"})
+    if isinstance(error, RequestError | ModelError):
+        return JSONResponse(_error(message, "invalid_request_error"), status_code=400)
+    return JSONResponse(_error(message, "server_error"), status_code=500)
+
+
+async def _http(_: Request, error: HTTPException) -> JSONResponse:
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return JSONResponse(_error(str(error.detail), kind), status_code=error.status_code, headers=error.headers)
+
+
+class _Guard:
+    """Refuses requests without the key, and bodies that are too large, before they are read."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app, self._key = app, api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        if self._key is not None and scope["path"] != "/health":
+            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            if not secrets.compare_digest(given, self._key.encode()):
+                answer = JSONResponse(_error("wrong or missing API key", "authentication_error"), status_code=401)
+                return await answer(scope, receive, send)
+        size = headers.get(b"content-length", b"0")
+        if size.isdigit() and int(size) > MOST_BYTES:
+            return await _too_large()(scope, receive, send)
+        read = 0
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > MOST_BYTES:
+                raise HTTPException(413, f"a request may have {MOST_BYTES:,} bytes")
+            return message
+
+        await self._app(scope, limited, send)
+        return None
+
+
+def _too_large() -> JSONResponse:
+    return JSONResponse(_error(f"a request may have {MOST_BYTES:,} bytes", "invalid_request_error"), status_code=413)

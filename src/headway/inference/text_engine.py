@@ -1,0 +1,154 @@
+"""The engine with text: prompts are encoded, outputs decoded as they come, and stop texts end them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from headway.errors import ModelError, RequestError
+from headway.inference.blocks import BlockPool
+from headway.inference.engine import EngineModel, InferenceEngine, Output
+from headway.inference.kv_cache import PagedKvCache, Widths, bytes_per_token
+from headway.inference.load import LoadedModel
+from headway.inference.params import SamplingParams
+from headway.inference.runner import PagedRunner, Runner, WholeRunner
+from headway.inference.scheduler import Limits
+from headway.inference.text import TextStream
+from headway.models import Decoder
+
+CPU_SHARE, GPU_SHARE = 0.25, 0.9
+"""Share of the free memory that the KV cache takes by default; on a GPU, of all that is free after loading."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How much a model may take and do at once."""
+
+    max_length: int | None = None
+    """Tokens of a sequence at most; by default as many as the model takes."""
+    memory_share: float | None = None
+    """Share of the free memory for the KV cache."""
+    cache_tokens: int | None = None
+    """Size of the KV cache in tokens, instead of a share of memory."""
+    block_size: int = 16
+    """Tokens of a block."""
+    max_sequences: int = 256
+    """Sequences that run at the same time."""
+    max_batch_tokens: int = 2048
+    """Tokens of a pass."""
+    shares_prefixes: bool = True
+    """Whether requests share the cache of equal beginnings."""
+
+
+@dataclass(frozen=True)
+class TextOutput:
+    """A token's output, and the text that it completes."""
+
+    output: Output
+    text: str
+
+
+def make_engine(loaded: LoadedModel, options: EngineOptions) -> InferenceEngine:
+    """Return an engine for a model, with a KV cache of the memory that it may take."""
+    max_length = min(loaded.max_length, options.max_length or loaded.max_length)
+    pages_wanted = options.max_sequences * -(-max_length // options.block_size)
+    if loaded.takes_cache:
+        layers, widths = _cache_shape(loaded)
+        dtype = next(loaded.module.parameters()).dtype
+        pages = min(pages_wanted, _pages(options, bytes_per_token(layers, widths, dtype), loaded.device))
+        if pages < 1:
+            raise ModelError("no memory is left for the KV cache", hint="raise --memory-share, or use a smaller model")
+        cache = PagedKvCache(layers, widths, pages, options.block_size, dtype, loaded.device)
+        runner: Runner = PagedRunner(loaded.module, cache, loaded.device)
+    else:
+        pages = pages_wanted
+        runner = WholeRunner(loaded.module, loaded.device)
+    model = EngineModel(loaded.vocabulary, max_length, loaded.end_ids, loaded.switch_length)
+    pool = BlockPool(pages, options.block_size, shares_prefixes=options.shares_prefixes and loaded.takes_cache)
+    limits = Limits(max(options.max_batch_tokens, options.max_sequences + 1), options.max_sequences)
+    return InferenceEngine(runner, model, pool, limits, loaded.device)
+
+
+def _cache_shape(loaded: LoadedModel) -> tuple[int, Widths]:
+    """Return the number of layers, and what each caches of a token."""
+    module: Any = loaded.module
+    if isinstance(module, Decoder):
+        return module.model.layers, module.cache_widths()
+    layers, heads, size = module.cache_shape()
+    return layers, ((heads, size), (heads, size))
+
+
+def _pages(options: EngineOptions, token_bytes: int, device: torch.device) -> int:
+    if options.cache_tokens is not None:
+        return options.cache_tokens // options.block_size
+    if device.type == "cuda":
+        free, share = torch.cuda.mem_get_info(device)[0], options.memory_share or GPU_SHARE
+    else:
+        free, share = psutil.virtual_memory().available, options.memory_share or CPU_SHARE
+    return int(free * share) // (token_bytes * options.block_size)
+
+
+class TextEngine:
+    """An engine whose outputs have text. Like the engine, it belongs to one thread."""
+
+    def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
+        self.loaded = loaded
+        self.engine = make_engine(loaded, options or EngineOptions())
+        self._streams: dict[tuple[str, int], TextStream] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt; an empty one starts a document."""
+        tokenizer = self.loaded.tokenizer
+        if tokenizer is None:
+            raise RequestError(f"{self.loaded.name} has no tokenizer", hint="send token ids instead of text")
+        ids = tokenizer.encode(text).tolist()
+        if self.loaded.begin_id is not None and ids[:1] != [self.loaded.begin_id]:
+            ids = [self.loaded.begin_id, *ids]
+        if not ids and self.loaded.end_ids:
+            ids = [self.loaded.end_ids[0]]
+        return [int(token) for token in ids]
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens; without a tokenizer, nothing."""
+        return "" if self.loaded.tokenizer is None else self.loaded.tokenizer.decode(ids)
+
+    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Queue a request."""
+        if params.stop and self.loaded.tokenizer is None:
+            raise RequestError(f"{self.loaded.name} has no tokenizer", hint="use stop_token_ids instead of stop")
+        self.engine.add(request_id, prompt_ids, params)
+        for index in range(params.n):
+            stream = TextStream(self.decode, prompt_ids, params.stop, params.include_stop)
+            self._streams[request_id, index] = stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request; nothing more comes of it."""
+        self.engine.abort(request_id)
+        for key in [key for key in self._streams if key[0] == request_id]:
+            del self._streams[key]
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return self.engine.busy
+
+    def step(self) -> list[TextOutput]:
+        """Run one pass; return what came out of it."""
+        outputs = []
+        for output in self.engine.step():
+            key = (output.request_id, output.index)
+            stream = self._streams.get(key)
+            if stream is None:  # aborted
+                continue
+            ends = output.finish == "stop"  # the token that ended it is no part of the text
+            text = "" if output.token_id is None or ends else stream.add(output.token_id)
+            if stream.stopped:
+                self.engine.end(output.request_id, output.index)
+                output = replace(output, finish="stop")
+            elif output.finish is not None:
+                text += stream.end()
+            if output.finish is not None:
+                del self._streams[key]
+            outputs.append(TextOutput(output, text))
+        return outputs

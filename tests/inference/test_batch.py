@@ -1,0 +1,86 @@
+"""`headway generate`: answers of a file of prompts, resumed after an interruption."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.data.tokenizer import train_tokenizer
+from headway.errors import DataError
+from headway.inference import LLM, LoadedModel, SamplingParams, batch
+from headway.inference.batch import BatchRequest, run_batch
+from headway.models import empty_decoder, init_weights
+from headway.recipe import Model
+
+MODEL = Model(vocab_size=320, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, init_std=0.3)
+LINES = [{"prompt": "def"}, {"prompt": [5, 6], "params": {"max_tokens": 2}}, {"prompt": "x", "params": {"n": 2}}]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    decoder = empty_decoder(MODEL)
+    init_weights(decoder, seed=0)
+    tokenizer = train_tokenizer(["def headway(steps):\n    return steps"] * 3, vocab_size=290)
+    model = LoadedModel("tiny", decoder.eval(), torch.device("cpu"), 290, 100, tokenizer)
+    monkeypatch.setattr(batch, "_load", lambda _: model)
+    return model
+
+
+def request(folder: Path, lines: list[Any]) -> BatchRequest:
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    params = {"max_tokens": 8, "seed": 3}
+    return BatchRequest(
+        inputs=folder / "in.jsonl", output=folder / "out.jsonl", params=params, options={"cache_tokens": 900}
+    )
+
+
+def answers(folder: Path) -> dict[int, list[str]]:
+    lines = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert len(lines) == len({line["index"] for line in lines})
+    return {line["index"]: [output["text"] for output in line["outputs"]] for line in lines}
+
+
+def test_answers_are_the_model_s_and_an_interrupted_file_is_completed(
+    loaded: LoadedModel, tmp_path: Path, capsys
+) -> None:
+    run_batch(request(tmp_path, LINES))
+    expected = {
+        index: [
+            output.text
+            for output in LLM(loaded)
+            .generate([line["prompt"]], SamplingParams(**{"max_tokens": 8, "seed": 3, **line.get("params", {})}))[0]
+            .outputs
+        ]
+        for index, line in enumerate(LINES)
+    }
+    assert answers(tmp_path) == expected
+    whole = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_bytes(whole[1] + whole[0][:9])  # killed while it wrote
+    capsys.readouterr()
+    run_batch(request(tmp_path, LINES))
+    assert answers(tmp_path) == expected
+    assert json.loads(capsys.readouterr().out.splitlines()[0]) == {"total": 3, "done": 1}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"prompt": "x"}, {"promt": "x"}], r"in.jsonl:2: promt: extra inputs"),
+        ([{}], r"in.jsonl:1 needs either a prompt or messages"),
+        ([{"prompt": "x", "params": {"temperature": -1}}], r"in.jsonl:1: temperature: "),
+        ([{"messages": [{"role": "user", "content": "x"}]}], r"in.jsonl:1: tiny has no chat template"),
+    ],
+)
+def test_wrong_lines_are_named(loaded: LoadedModel, tmp_path: Path, lines: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        run_batch(request(tmp_path, lines))
+
+
+def test_a_file_with_other_content_is_not_appended_to(loaded: LoadedModel, tmp_path: Path) -> None:
+    for content in ("notes\n", '{"index": 7}\n'):
+        (tmp_path / "out.jsonl").write_text(content)
+        with pytest.raises(DataError, match=r"other content|another input"):
+            run_batch(request(tmp_path, LINES))
+        assert (tmp_path / "out.jsonl").read_text() == content

@@ -1,0 +1,245 @@
+"""The server, asked by OpenAI's own client: answers, streams, refusals, clients that leave."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+
+from eventually import eventually
+from headway.data.tokenizer import train_tokenizer
+from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams, TextEngine
+from headway.inference.chat import render_chat
+from headway.inference.server.app import make_app
+from headway.inference.server.service import EngineService
+from headway.models import Decoder, empty_decoder, init_weights
+from headway.recipe import Model
+
+MODEL = Model(vocab_size=320, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, init_std=0.3)
+JSON = {"Content-Type": "application/json"}
+TEXT = "def headway(steps):\n    return steps + 1  # Zeit läuft 時間 🎉\n"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if shout is defined %}!{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def load(template: str | None = TEMPLATE) -> LoadedModel:
+    decoder: Decoder = empty_decoder(MODEL)
+    init_weights(decoder, seed=0)
+    tokenizer = train_tokenizer([TEXT] * 3, vocab_size=300)
+    return LoadedModel("tiny", decoder.eval(), torch.device("cpu"), 300, 200, tokenizer, chat_template=template)
+
+
+class Served:
+    """A server in a thread of this process, on a free port of loopback."""
+
+    def __init__(self, api_key: str | None = None, max_waiting: int = 100, **options: Any) -> None:
+        self.loaded = load()
+        self.service = EngineService(
+            TextEngine(self.loaded, EngineOptions(cache_tokens=2000, **options)), max_waiting=max_waiting
+        )
+        self.app = make_app(self.service, "tiny", api_key)
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error", lifespan="off"))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.thread.start()
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key or "none", max_retries=0)
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.should_exit = True
+        self.thread.join()
+        self.service.close()
+        self.socket.close()
+
+    @property
+    def engine(self) -> Any:
+        return self.service.engine.engine
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    server = Served()
+    yield server
+    assert server.engine.pool.free == server.engine.pool.count, "all blocks are back"
+    server.close()
+
+
+def offline(prompt: Any, **params: Any) -> Any:
+    return LLM(load(), options=EngineOptions(cache_tokens=2000)).generate([prompt], SamplingParams(**params))[0]
+
+
+def test_completions_are_what_the_engine_generates(served: Served) -> None:
+    answer = served.client.completions.create(
+        model="tiny", prompt=["def", [5, 17, 8]], max_tokens=9, temperature=0.8, seed=5, n=2, logprobs=2
+    )
+    for place, prompt in enumerate(("def", [5, 17, 8])):
+        expected = offline(prompt, max_tokens=9, temperature=0.8, seed=5, n=2, logprobs=2)
+        for index, output in enumerate(expected.outputs):
+            choice = answer.choices[2 * place + index]
+            assert (choice.index, choice.text) == (2 * place + index, output.text)
+            assert choice.logprobs.token_logprobs == [row.logprob for row in output.logprobs]
+            assert choice.finish_reason == "length"
+    assert answer.usage.completion_tokens == 4 * 9
+
+
+def test_a_stream_adds_up_to_the_whole_answer(served: Served) -> None:
+    asked = {"model": "tiny", "prompt": "def", "max_tokens": 12, "temperature": 0.5, "seed": 1, "n": 2}
+    whole = served.client.completions.create(**asked)
+    texts, ends, counted = {0: "", 1: ""}, {}, None
+    for event in served.client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason or ends.get(choice.index)
+        counted = event.usage or counted
+    assert [texts[0], texts[1]] == [choice.text for choice in whole.choices]
+    assert ends == {0: "length", 1: "length"}
+    assert counted == whole.usage
+
+
+def test_echo_has_the_prompt_with_its_logprobs(served: Served) -> None:
+    """As evaluation harnesses ask for the likelihood of a text: all tokens, and one more."""
+    for most in (0, 1):
+        answer = served.client.completions.create(
+            model="tiny", prompt=[5, 17, 8, 9], max_tokens=most, temperature=0, logprobs=1, echo=True
+        )
+        found = answer.choices[0].logprobs
+        expected = offline([5, 17, 8, 9], max_tokens=1, temperature=0, prompt_logprobs=1, logprobs=1)
+        rows = [row.logprob if row else None for row in expected.prompt_logprobs]
+        rows += [row.logprob for row in expected.outputs[0].logprobs][:most]
+        assert found.token_logprobs == rows
+        assert len(found.top_logprobs) == len(found.tokens) == len(found.text_offset) == 4 + most
+
+
+def test_chats_go_through_the_template(served: Served) -> None:
+    messages = [{"role": "user", "content": "head"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    answer = served.client.chat.completions.create(
+        model="tiny", messages=messages, tools=tools, max_completion_tokens=7, temperature=0, logprobs=True,
+        top_logprobs=2, extra_body={"chat_template_kwargs": {"shout": 1}},
+    )  # fmt: skip
+    text = f"<user>head{json.dumps(tools)}!<assistant>"
+    assert render_chat(served.loaded, messages, tools=tools, template_arguments={"shout": 1}) == text
+    expected = offline(served.loaded.tokenizer.encode(text).tolist(), max_tokens=7, temperature=0, logprobs=2)
+    assert answer.choices[0].message.content == expected.text
+    assert [entry.logprob for entry in answer.choices[0].logprobs.content] == [
+        row.logprob for row in expected.outputs[0].logprobs
+    ]
+    pieces = [
+        event.choices[0].delta.content
+        for event in served.client.chat.completions.create(
+            model="tiny", messages=messages, tools=tools, max_tokens=7, temperature=0, stream=True,
+            extra_body={"chat_template_kwargs": {"shout": 1}},
+        )
+    ]  # fmt: skip
+    assert "".join(pieces) == expected.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("completions", {"prompt": "x", "model": "other"}, 404, "model 'other' is not served here; 'tiny' is"),
+        ("completions", {"prompt": "x", "nonsense": 1}, 400, "unknown field nonsense"),
+        ("completions", {"prompt": []}, 400, "prompt is an empty list"),
+        ("completions", {"prompt": [[]]}, 400, "the prompt is empty"),
+        ("completions", {"prompt": [5, 900]}, 400, "token id 900 is not in the vocabulary of 300"),
+        ("completions", {"prompt": [1] * 300}, 400, "the prompt has 300 tokens, but the model takes 200 in all"),
+        ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ("completions", {"prompt": "x", "n": 0}, 400, "n: "),
+        ("completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
+        ("completions", {"prompt": "x", "best_of": 3}, 400, "best_of must be equal to n"),
+        ("completions", {}, 400, "prompt: field required"),
+        ("chat/completions", {"messages": []}, 400, "messages is empty"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "every message needs a role"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "the chat template"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, 400, "logprobs"),
+    ],
+)
+def test_wrong_requests_are_the_client_s_fault(served: Served, path: str, body: Any, status: int, message: str) -> None:
+    answer = httpx.post(f"{served.url}/v1/{path}", json=body)
+    assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_bodies_that_are_no_json_or_too_large_are_refused(served: Served) -> None:
+    answer = httpx.post(f"{served.url}/v1/completions", content=b"{nonsense", headers=JSON)
+    assert (answer.status_code, "not JSON" in answer.text) == (400, True)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
+    with socket.create_connection(served.socket.getsockname()) as raw:
+        raw.sendall(head)
+        assert b" 413 " in raw.recv(200)
+
+
+def test_a_client_that_leaves_frees_its_blocks(served: Served) -> None:
+    asked = {"model": "tiny", "prompt": [7] * 20, "max_tokens": 170, "ignore_eos": True}
+    started = served.engine.counts.prompt_tokens
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=asked | {"stream": True}, timeout=60) as answer:
+        next(answer.iter_lines())
+    eventually(lambda: not served.engine.busy)
+    with socket.create_connection(served.socket.getsockname()) as raw:
+        body = json.dumps(asked | {"n": 8}).encode()
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        raw.sendall(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        eventually(lambda: served.engine.counts.prompt_tokens > started + 20)
+    eventually(lambda: not served.engine.busy)
+    assert served.engine.pool.free == served.engine.pool.count
+
+
+def test_metrics_and_health(served: Served) -> None:
+    served.client.completions.create(model="tiny", prompt="def", max_tokens=3)
+    text = httpx.get(f"{served.url}/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["headway_output_tokens_total"]) == served.engine.counts.output_tokens
+    assert float(values["headway_ttft_seconds_count"]) >= 1
+    assert float(values["headway_kv_cache_usage"]) == 0
+    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+    assert [model.id for model in served.client.models.list()] == ["tiny"]
+
+
+def test_key_queue_and_drain() -> None:
+    server = Served(api_key="only-for-tests", max_waiting=0, max_sequences=1)
+    try:
+        stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+        with pytest.raises(openai.AuthenticationError):
+            stranger.completions.create(model="tiny", prompt="x")
+        first = server.client.completions.create(
+            model="tiny", prompt="x", max_tokens=150, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(first))
+        with pytest.raises(openai.RateLimitError) as refused:
+            server.client.completions.create(model="tiny", prompt="x")
+        assert refused.value.response.headers["retry-after"] == "1"
+        first.close()
+        eventually(lambda: not server.engine.busy)
+        server.service.draining = True
+        with pytest.raises(openai.InternalServerError) as ending:
+            server.client.completions.create(model="tiny", prompt="x")
+        assert ending.value.status_code == 503
+    finally:
+        server.close()
+
+
+def test_a_failed_pass_ends_its_requests_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Served()
+    run = server.engine.runner.run
+
+    def out_of_memory(_: Any) -> None:
+        monkeypatch.setattr(server.engine.runner, "run", run)
+        raise torch.OutOfMemoryError("no memory")
+
+    try:
+        monkeypatch.setattr(server.engine.runner, "run", out_of_memory)
+        with pytest.raises(openai.InternalServerError, match="the device ran out of memory"):
+            server.client.completions.create(model="tiny", prompt="x")
+        assert server.client.completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens == 2
+        assert server.engine.pool.free == server.engine.pool.count
+    finally:
+        server.close()
