@@ -33,7 +33,6 @@ from headway.cluster.simulate import (
 from headway.errors import UsageError
 from headway.hardware import load_cluster, parse_on
 
-USUAL_LOAD = 0.8
 MAX_SKIPPED_LINES = 10
 """Skipped jobs that the table lists."""
 
@@ -56,12 +55,18 @@ def simulate(
         Path | None, typer.Option("--away", metavar="FILE", help="Maintenance windows as CSV: node,from_s,to_s.")
     ] = None,
     workload: Annotated[
-        str | None, typer.Option("--generate", metavar="NAME", help="Generate a trace: acme-like or seren-like.")
+        str | None,
+        typer.Option("--generate", metavar="NAME", help="Generate a trace: acme-like, seren-like or single-gpu."),
     ] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="With --generate: number of jobs.")] = None,
     load: Annotated[
         float | None,
-        typer.Option("--load", min=0.01, max=10, help="With --generate: requested share of the GPUs (default: 0.8)."),
+        typer.Option(
+            "--load",
+            min=0.01,
+            max=10,
+            help="With --generate: requested share of the GPUs (default: 0.8; single-gpu: 0.6).",
+        ),
     ] = None,
     policy: Annotated[
         str,
@@ -160,7 +165,7 @@ def _jobs(
         problem = "no job trace given" if file is None else "a job trace and --generate exclude each other"
         raise UsageError(problem, hint="give a CSV file or --generate acme-like")
     if file is None:
-        return generate_trace(workload or "", setup.gpus, jobs, USUAL_LOAD if load is None else load, setup.seed)
+        return generate_trace(workload or "", setup.gpus, jobs, load, setup.seed)
     if jobs is not None or load is not None:
         option = "--load" if jobs is None else "--jobs"
         raise UsageError(f"{option} needs --generate; {file} is a trace", hint="--generate acme-like")

@@ -114,10 +114,10 @@ def test_children_share_the_budget_of_their_parent() -> None:
 
 
 def test_simulated_tenant_over_budget_waits_for_the_next_month(tmp_path: Path) -> None:
-    """Four GPUs for six hours are 24 GPU-hours of 10 per month: a second job waits for the next month."""
+    """Four GPUs for two and a half hours are all 10 GPU-hours of a month: a second job waits for the next month."""
     trace = JobTrace(
-        ("a", "b", "c"), np.array([0.0, 30_000.0, 30_000.0]), np.array([21_600.0, 3600.0, 3600.0]), np.array([4, 4, 4]),
-        np.array([0, 0, 1]), ("poor", "rich"), np.full(3, math.nan), np.full(3, math.nan),
+        ("a", "b", "c"), np.array([0.0, 30_000.0, 30_000.0]), np.array([9000.0, 3600.0, 3600.0]), np.array([4, 4, 4]),
+        np.array([0, 0, 1]), ("poor", "rich"), np.array([9000.0, 3600.0, 3600.0]), np.full(3, math.nan),
     )  # fmt: skip
     path = tmp_path / "x.jsonl.gz"
     setup = SimulationSetup("a100", 8, 1, {"poor": 4, "rich": 4}, preemptible=0.0, budgets={"poor": 10.0})

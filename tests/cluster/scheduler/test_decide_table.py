@@ -283,6 +283,9 @@ def test_decisions_can_be_applied_and_no_further_job_could_start(policy, nodes, 
             gpus = int(snapshot.jobs.gpus[row])
             if bound is not None and held + gpus > bound(snapshot, np.array([row]), NOW)[0]:
                 continue  # all these jobs are non-preemptible
+            waiting = snapshot.jobs.priority[snapshot.queue]
+            if policy == "headway" and snapshot.jobs.priority[row] < waiting.max():
+                continue  # GPUs may be kept for a job of higher priority
             assert gpus > allowed[snapshot.jobs.tenant[row]] or free_gpus.find(gpus) is None, (
                 "waits although GPUs are free"
             )

@@ -70,3 +70,14 @@ def test_trace_is_deterministic_per_seed() -> None:
 def test_unknown_workload_or_too_small_cluster_is_rejected(name: str, gpus: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         generate_trace(name, gpus)
+
+
+def test_single_gpu_workload_has_long_jobs_and_few_whole_node_gangs() -> None:
+    trace = generate_trace("single-gpu", 32, seed=1)
+    gangs = trace.gpus > 1
+    assert len(trace) == 4000
+    assert set(trace.gpus.tolist()) == {1, 8, 16}
+    assert gangs.sum() == 40
+    assert 0.01 < (trace.duration_s[~gangs] > 86400).mean() < 0.03
+    requested = float((trace.duration_s * trace.gpus).sum()) / (32 * (trace.submit_s[-1] - trace.submit_s[0]))
+    assert 0.58 < requested < 0.62

@@ -15,7 +15,7 @@ from headway.cluster.scheduler.placement import FreeGpus, Placement
 from headway.cluster.scheduler.policy import Flags, Policy, PreemptionRules, RankedJobs, Rows
 from headway.cluster.scheduler.preemption import PreemptionCandidates
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
-from headway.cluster.scheduler.starvation_guard import reserve_for_overdue
+from headway.cluster.scheduler.starvation_guard import NodeReservation, reserve_for_gang, reserve_for_overdue
 from headway.cluster.scheduler.what_if import WhatIf
 
 BLOCK = 1024
@@ -33,17 +33,18 @@ def decide(snapshot: ClusterSnapshot, now: float, policy: Policy) -> list[Decisi
     moves = _move_for_maintenance(trial, now)
     # 2 rank the waiting jobs
     rows = policy.order(snapshot, now)
-    trial.reservation = reserve_for_overdue(snapshot, rows, policy, now)
+    reservation = reserve_for_gang(snapshot, rows, policy, now)
+    trial.reservation = reserve_for_overdue(snapshot, rows, policy, now) or reservation
     # 3 start all that fit, in this order, until one does not
     decisions, blocked = _start_in_order(trial, rows, policy)
     decisions = [*moves, *decisions]
     if blocked is not None and policy.when_blocked == "backfill":
         # 4 reserve a placement for that one, and start others that do not delay it
         head = int(rows[blocked])
-        reservation = _reserve(trial, head, decisions, now)
-        if reservation is not None:
-            decisions.append(reservation.decision)
-            decisions += _backfill(trial, rows[blocked + 1 :], head, reservation, now)
+        backfilled = _reserve(trial, head, decisions, now)
+        if backfilled is not None:
+            decisions.append(backfilled.decision)
+            decisions += _backfill(trial, rows[blocked + 1 :], head, backfilled, now)
     # 5 shrink elastic jobs for the others
     if blocked is not None and policy.elastic and snapshot.sizes:
         able = snapshot.active[now - snapshot.jobs.since_s[snapshot.active] >= MIN_RUN_S]
@@ -51,8 +52,26 @@ def decide(snapshot: ClusterSnapshot, now: float, policy: Policy) -> list[Decisi
     # 6 preempt jobs for them
     if blocked is not None and policy.preemption is not None:
         decisions += _preempt(trial, _undecided(rows, decisions), now, policy.preemption, decisions)
-    # 7 grow elastic jobs onto GPUs that are still idle
+    # 7 say for which gang nodes are reserved, unless it starts
+    if reservation is not None and trial.reservation is reservation:
+        decisions += _reserved(snapshot, reservation, decisions, now)
+    # 8 grow elastic jobs onto GPUs that are still idle
     return grow_jobs(trial, decisions, now) if policy.elastic and snapshot.sizes else decisions
+
+
+def _reserved(
+    snapshot: ClusterSnapshot, reservation: NodeReservation, before: Sequence[Decision], now: float
+) -> list[Decision]:
+    """Return the reservation of a waiting gang as a decision, unless it starts."""
+    row = reservation.row
+    if any(decision.job == row for decision in before):
+        return []
+    nodes = np.flatnonzero(reservation.nodes).astype(np.int32)
+    size, gpus = snapshot.nodes.pools[reservation.pool].size, int(snapshot.jobs.gpus[row])
+    counts = np.minimum(size, gpus - size * np.arange(len(nodes))).astype(np.int32)
+    wait_s = float(now - snapshot.jobs.waits_s[row])
+    numbers = (("wait_s", wait_s), ("nodes", len(nodes)), ("held", reservation.held))
+    return [Decision("reserve", row, reservation.pool, Placement(nodes, counts), Reason(ReasonCode.DRAINS, numbers))]
 
 
 def _move_for_maintenance(trial: WhatIf, now: float) -> list[Decision]:

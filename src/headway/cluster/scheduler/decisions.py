@@ -32,6 +32,16 @@ class ReasonCode(StrEnum):
         "budget",
         "tenant {tenant} has spent this month's {budget_gpu_h:.0f} GPU-hours; job is not preemptible",
     )
+    LIMIT_BUDGET = (
+        "limit-budget",
+        "not preemptible, may use {needs_gpu_h:.0f} GPU-hours by its limit; tenant {tenant} has {left_gpu_h:.0f} left",
+    )
+    BLOCKS = (
+        "blocks",
+        "not preemptible, would borrow; a job of higher priority waits for its tenant's guarantee",
+    )
+    DRAINS = "drains", "has waited {wait_s:.0f} s; {nodes} nodes are reserved, {held} GPUs there cannot be preempted"
+    KEPT = "kept", "not preemptible, and its limit ends too late for the nodes reserved for {head}"
     AWAY = "away", "maintenance of node {node} begins in {in_s:.0f} s; saves and restarts elsewhere"
     WINDOW = "window", "{gpus} GPUs are free only on nodes with maintenance before its time limit ends"
     GROWS = "grows", "grows from {before} to {gpus} GPUs, which adds the work of {adds:.1f} GPUs"

@@ -3,19 +3,23 @@
 Run times are unknown, and users are not asked. But most jobs are short, and one that has run for long will likely run
 for long still. So jobs have levels by the GPU-hours they have had. A waiting job may preempt one of lower priority, or
 of equal priority and higher level; the victims are those that lose least. A service always counts as new, and so yields
-to higher priorities only. Eight rules refine this:
+to higher priorities only. These rules refine this:
 
     slack   a job whose deadline is further away than it has run so far counts one level lower; one whose deadline has
             passed goes behind all others
     due     a job that has waited for a week in total (four, if its deadline has passed) goes first and is not
             preempted again
     overdue the first job that has waited for three weeks gets nodes reserved
+    reserve a gang of whole nodes gets nodes reserved against non-preemptible jobs of lower priority, unless their
+            limits end before those of the non-preemptible jobs that run there
     owed    a tenant within its guarantee takes back from borrowers after four hours, or after half an hour if it has
             recently been short
     shield  jobs of a tenant that has recently been short are not preempted for others, unless it borrows, or the others
             are new or due
     budget  jobs of a tenant that has spent its GPU-hours of the month run on idle GPUs only: they go last, all others
-            may preempt them, and non-preemptible ones wait
+            may preempt them, and non-preemptible ones wait; a non-preemptible job starts only if the budget covers its
+            size times its limit
+    borrow  a non-preemptible job does not borrow while a job of higher priority waits for its tenant's guarantee
     band    non-preemptible gangs do not fill the last of the cluster: the larger a gang, the more stays free of them
     apart   non-preemptible jobs smaller than a node share nodes, so that other nodes can be emptied
 
@@ -174,6 +178,7 @@ LEAST_SERVED = Policy(
     cap=non_preemptible_cap,
     pack_non_preemptible=True,
     overdue=overdue,
+    reserve_for_gangs=True,
     elastic=True,
     quotas=True,
 )

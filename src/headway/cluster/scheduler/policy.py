@@ -70,6 +70,8 @@ class Policy:
     """Whether non-preemptible jobs share nodes, so that other nodes can be emptied for a gang."""
     overdue: Callable[[ClusterSnapshot, Rows, float], Flags] | None = None
     """Which jobs have waited so long that nodes are reserved for them; None: none."""
+    reserve_for_gangs: bool = False
+    """Whether nodes are reserved for gangs of whole nodes against non-preemptible jobs of lower priority."""
     elastic: bool = False
     """Whether elastic jobs grow onto idle GPUs."""
     quotas: bool = False

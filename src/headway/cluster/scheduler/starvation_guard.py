@@ -1,4 +1,8 @@
-"""Starvation guard: reserves nodes for the first job that has waited far too long.
+"""Starvation guard: reserves nodes for a waiting gang, and for the first job that has waited far too long.
+
+A gang of whole nodes cannot start while non-preemptible jobs enter its nodes one after the other. So the
+nodes with the fewest GPUs of such jobs are reserved for it against those of lower priority: only those enter whose
+limits end before the nodes are free of such jobs anyway. Preemptible jobs may run there.
 
 A due job goes first and may preempt all preemptible jobs. But small non-preemptible jobs could enter its nodes one
 after the other, and a gang of whole nodes would wait forever. So the first overdue job gets as many nodes as it needs
@@ -7,6 +11,7 @@ is left, no other job does. The number of such GPUs never grows from cycle to cy
 and jobs end: so the job starts.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -28,6 +33,8 @@ class NodeReservation:
     nodes: Flags
     barred: Flags
     """Per row: jobs that must not use the nodes, either those that it could not preempt or all others."""
+    held: int = 0
+    """GPUs of the nodes that it cannot get by preemption."""
 
 
 def reserve_for_overdue(snapshot: ClusterSnapshot, rows: Rows, policy: Policy, now: float) -> NodeReservation | None:
@@ -53,6 +60,52 @@ def reserve_for_overdue(snapshot: ClusterSnapshot, rows: Rows, policy: Policy, n
     barred = lasting | ready
     barred[head] = False
     return NodeReservation(head, number, chosen, barred)
+
+
+def reserve_for_gang(snapshot: ClusterSnapshot, rows: Rows, policy: Policy, now: float) -> NodeReservation | None:
+    """Reserve nodes for a waiting gang against non-preemptible jobs that would hold them for longer than others do."""
+    jobs, nodes = snapshot.jobs, snapshot.nodes
+    if not policy.reserve_for_gangs or not nodes.pools or not len(rows):
+        return None
+    fixed = rows[~jobs.preemptible[rows]]
+    gangs = rows[jobs.gpus[rows] >= min(pool.size for pool in nodes.pools)]
+    if not len(fixed) or not len(gangs):
+        return None
+    gangs = gangs[jobs.priority[gangs] > jobs.priority[fixed].min()]
+    gangs = gangs[~snapshot.tenants.over_budget()[jobs.tenant[gangs]]]
+    if policy.cap is not None and len(gangs):  # one that its cap holds back does not wait for nodes
+        caps = policy.cap(snapshot, gangs, now)
+        capped = (caps < snapshot.gpus) & (nodes.fixed.sum() + jobs.gpus[gangs] > caps)
+        gangs = gangs[jobs.preemptible[gangs] | ~capped]
+    if not len(gangs):
+        return None
+    head = int(gangs[np.lexsort((jobs.waits_s[gangs], -jobs.priority[gangs].astype(np.int64)))[0]])
+    ranked_after = np.isin(fixed, rows[int(np.flatnonzero(rows == head)[0]) :])  # a due job ranks before all priorities
+    kept_out = fixed[ranked_after & (jobs.priority[fixed] < jobs.priority[head])]
+    choices = list[tuple[int, int, Flags, bool]]()
+    for pool in nodes.pools if len(kept_out) else ():
+        if jobs.pools[head] >> pool.number & 1:
+            held = nodes.fixed[pool.first : pool.end].astype(np.int64)
+            free_gpus = nodes.free_gpus(pool, now)
+            choices += _choices(pool.number, free_gpus, held, int(jobs.gpus[head]), int(jobs.within[head]))
+    if not choices:
+        return None
+    held_gpus, number, chosen, _ = min(choices, key=itemgetter(0))
+    drained_s = _drained_s(snapshot, number, chosen)
+    left_s = jobs.limit_s[kept_out] - jobs.ran_s[kept_out]
+    barred = np.zeros(len(jobs.gpus), np.bool_)
+    barred[kept_out] = ~(np.isfinite(left_s) & (now + left_s <= drained_s))
+    return NodeReservation(head, number, chosen, barred, held_gpus) if barred.any() else None
+
+
+def _drained_s(snapshot: ClusterSnapshot, pool: int, nodes: Flags) -> float:
+    """Return when the last non-preemptible job on some nodes of a pool ends by its limit."""
+    jobs, drained_s = snapshot.jobs, -math.inf
+    for row in snapshot.active[~jobs.preemptible[snapshot.active]].tolist():
+        number, placement = snapshot.placements[row]
+        if number == pool and nodes[placement.nodes].any():
+            drained_s = max(drained_s, float(jobs.since_s[row] + jobs.limit_s[row] - jobs.ran_s[row]))
+    return drained_s
 
 
 def _lasting(snapshot: ClusterSnapshot, rows: Rows, rules: PreemptionRules, now: float) -> Flags:

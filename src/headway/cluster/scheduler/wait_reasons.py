@@ -13,6 +13,7 @@ from headway.cluster.scheduler.placement import ANYWHERE
 from headway.cluster.scheduler.policy import Policy
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.scheduler.start_estimate import StartEstimate, estimate_start
+from headway.cluster.scheduler.starvation_guard import reserve_for_gang
 from headway.cluster.scheduler.what_if import WhatIf
 from headway.errors import UsageError
 
@@ -91,11 +92,20 @@ def _binding_constraint(
     if row in trial.over_budget:
         budget = float(snapshot.tenants.budget_gpu_s[snapshot.tenants.path(tenant)].min()) / 3600
         return Reason(ReasonCode.BUDGET, (("tenant", tenant_name), ("budget_gpu_h", budget)))
+    if (refused := trial.refused_by_budget(row)) is not None:
+        needs, left = refused
+        numbers = (("needs_gpu_h", needs / 3600), ("tenant", tenant_name), ("left_gpu_h", left / 3600))
+        return Reason(ReasonCode.LIMIT_BUDGET, numbers)
+    if trial.must_not_borrow(row):
+        return Reason(ReasonCode.BLOCKS)
     if trial.fixed + gpus > trial.cap(row):
         return Reason(ReasonCode.BAND, (("held", trial.fixed), ("gpus", gpus), ("most", trial.cap(row))))
     if trial.headroom is not None and not trial.admits(row, gpus):
         room = int(trial.headroom[tenant])
         return Reason(ReasonCode.QUOTA, (("gpus", gpus), ("tenant", tenant_name), ("room", room)))
+    reservation = reserve_for_gang(snapshot, policy.order(snapshot, now), policy, now)
+    if reservation is not None and reservation.barred[row] and trial.find(row) is not None:
+        return Reason(ReasonCode.KEPT, (("head", snapshot.jobs.names[reservation.row]),))
     if trial.find(row) is None:
         if any(free_gpus.find(gpus, int(snapshot.jobs.within[row])) for free_gpus in trial.pools):
             return Reason(ReasonCode.WINDOW, (("gpus", gpus),))

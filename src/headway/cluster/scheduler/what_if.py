@@ -11,6 +11,7 @@ from headway.cluster.scheduler.placement import ANYWHERE, FreeGpus, Placement
 from headway.cluster.scheduler.policy import Flags, Policy, Rows
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.scheduler.starvation_guard import NodeReservation
+from headway.cluster.scheduler.tenants import MONTH_S
 
 PAYBACK_S = 1800.0
 """A start or resize must last this long to be worth a restart."""
@@ -35,6 +36,11 @@ class WhatIf:
                 self._caps[fixed] = policy.cap(snapshot, fixed, now)
             self._caps[self.over_budget] = -1.0
             self.fixed = int(jobs.least[active[~jobs.preemptible[active]]].sum())
+        self._owed = set[int]()
+        """Waiting jobs of tenants below their guarantees, if priorities differ."""
+        self._yielding = self._yielding_borrowers(queue, policy)
+        """Per row: non-preemptible jobs that must not borrow while such a job of higher priority waits."""
+        self._needs_gpu_s, self._budget_left = self._budgets(queue, policy)
         self.maintenance_ahead = nodes.has_maintenance and bool(np.isfinite(self.available_s).any())
         self.reservation: NodeReservation | None = None
         """Nodes reserved for an overdue job."""
@@ -65,6 +71,55 @@ class WhatIf:
             return np.empty(0, np.int64)
         jobs = self.snapshot.jobs
         return queue[over[jobs.tenant[queue]] & (~jobs.preemptible[queue] | (policy.preemption is None))]
+
+    def _yielding_borrowers(self, queue: Rows, policy: Policy) -> Flags | None:
+        jobs, tenants = self.snapshot.jobs, self.snapshot.tenants
+        if not policy.quotas or policy.preemption is None or not len(queue):
+            return None
+        priorities = jobs.priority[queue]
+        if priorities.min() == priorities.max():
+            return None
+        self._owed = set(queue[tenants.unmet_gpus()[jobs.tenant[queue]] > 0].tolist())
+        yielding = np.zeros(len(jobs.gpus), np.bool_)
+        due = policy.preemption.levels(self.snapshot, queue, self.now) < 0  # these go first
+        yielding[queue] = ~jobs.preemptible[queue] & ~due
+        return yielding
+
+    def _budgets(self, queue: Rows, policy: Policy) -> tuple[NDArray[np.float64] | None, NDArray[np.float64]]:
+        """Return what waiting non-preemptible jobs may use by their limits this month, and what budgets have left.
+
+        What running ones may still use is taken. A job without a limit counts as nothing: it starts on any rest."""
+        jobs, tenants = self.snapshot.jobs, self.snapshot.tenants
+        count = len(tenants)
+        if not policy.quotas or not tenants.has_budgets:
+            return None, np.empty(0)
+        left = tenants.budget_gpu_s[:count] - tenants.spent_gpu_s[:count]
+        active = self.snapshot.active[~jobs.preemptible[self.snapshot.active]]
+        needs = np.zeros(len(jobs.gpus))
+        for rows, ran_s in ((active, self.snapshot.held_s(active, self.now)), (queue, jobs.ran_s[queue])):
+            left_s = np.maximum(jobs.limit_s[rows] - ran_s, 0.0)
+            month_s = MONTH_S - self.now % MONTH_S
+            needs[rows] = np.where(np.isfinite(left_s), np.minimum(left_s, month_s), 0.0) * jobs.gpus[rows]
+        needs[queue[jobs.preemptible[queue]]] = 0.0
+        for row in active.tolist():
+            left[tenants.path(jobs.tenant[row])] -= needs[row]
+        return needs, left
+
+    def refused_by_budget(self, row: int) -> tuple[float, float] | None:
+        """Return the GPU-seconds that a job may use by its limit and those left to its tenant, if these are fewer."""
+        if self._needs_gpu_s is None or not self._needs_gpu_s[row]:
+            return None
+        left = float(self._budget_left[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])].min())
+        return (float(self._needs_gpu_s[row]), max(left, 0.0)) if self._needs_gpu_s[row] > left else None
+
+    def must_not_borrow(self, row: int) -> bool:
+        """Return whether a job would borrow what a job of higher priority waits for."""
+        if self._yielding is None or not self._yielding[row]:
+            return False
+        jobs, tenant = self.snapshot.jobs, int(self.snapshot.jobs.tenant[row])
+        if self.used[tenant] + jobs.gpus[row] <= self.snapshot.tenants.guarantee[tenant]:
+            return False
+        return any(jobs.tenant[job] != tenant and jobs.priority[job] > jobs.priority[row] for job in self._owed)
 
     def free_gpus(self, row: int, pool: int) -> FreeGpus:
         """Return the free GPUs of a pool on nodes that stay long enough for a job and are not reserved for another."""
@@ -119,6 +174,8 @@ class WhatIf:
     def fits(self, row: int) -> bool:
         """Return whether a job could start now."""
         jobs = self.snapshot.jobs
+        if self.must_not_borrow(row) or self.refused_by_budget(row) is not None:
+            return False
         if self._caps is not None and self.fixed + jobs.gpus[row] > self._caps[row]:
             return False
         if self.headroom is not None and jobs.gpus[row] > self.headroom[jobs.tenant[row]]:
@@ -146,7 +203,9 @@ class WhatIf:
         return math.inf if self._caps is None else float(self._caps[row])
 
     def admits(self, row: int, more: int) -> bool:
-        """Return whether cap and quotas admit a job if `more` GPUs become free."""
+        """Return whether cap, budget and quotas admit a job if `more` GPUs become free."""
+        if self.must_not_borrow(row) or self.refused_by_budget(row) is not None:
+            return False
         if self._caps is not None and self.fixed + self.snapshot.jobs.gpus[row] > self._caps[row]:
             return False
         return self._within_quota(row, self.free + more, self.used)
@@ -178,6 +237,11 @@ class WhatIf:
     def take(self, row: int, pool: int, placement: Placement) -> None:
         """Count a waiting job as started."""
         self._count_fixed(row, 1)
+        self._owed.discard(row)
+        if self.reservation is not None and self.reservation.row == row:
+            self.reservation = None
+        if self._needs_gpu_s is not None:
+            self._budget_left[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] -= self._needs_gpu_s[row]
         self._hold(row, pool, placement, 1)
 
     def release(self, row: int) -> None:

@@ -48,15 +48,53 @@ WORKLOADS = {
 """Acme's Kalos, where models are pretrained, and its Seren."""
 
 
-def generate_trace(name: str, gpus: int, jobs: int | None = None, load: float = 0.8, seed: int = 0) -> JobTrace:
+SINGLE_GPU = "single-gpu"
+"""The workload of `draw_single_gpu_trace`."""
+SINGLE_GPU_JOBS, SINGLE_GPU_LOAD, USUAL_LOAD = 4000, 0.6, 0.8
+
+
+def generate_trace(name: str, gpus: int, jobs: int | None = None, load: float | None = None, seed: int = 0) -> JobTrace:
     """Return a trace that loads a cluster of `gpus` to a share of `load`. Deterministic."""
+    if name == SINGLE_GPU:
+        if gpus < 16:
+            raise UsageError(f"{name} has gangs of 16 GPUs; the cluster has {gpus}", hint="choose a larger cluster")
+        return draw_single_gpu_trace(gpus, jobs or SINGLE_GPU_JOBS, SINGLE_GPU_LOAD if load is None else load, seed)
+    load = USUAL_LOAD if load is None else load
     if name not in WORKLOADS:
-        raise UsageError(f"unknown workload '{name}'", hint=f"known workloads: {', '.join(WORKLOADS)}")
+        raise UsageError(f"unknown workload '{name}'", hint=f"known workloads: {', '.join((*WORKLOADS, SINGLE_GPU))}")
     workload = WORKLOADS[name]
     if gpus < workload.largest:
         message = f"{name} has gangs of {workload.largest:,} GPUs; the cluster has {gpus:,}"
         raise UsageError(message, hint="choose a larger cluster with --on")
     return draw_trace(workload, gpus, jobs or workload.jobs, load, seed)
+
+
+def draw_single_gpu_trace(gpus: int, jobs: int, load: float, seed: int) -> JobTrace:
+    """Return single-GPU jobs, 2 % of which run for more than a day, and one in a hundred a gang of 8 or 16 GPUs.
+
+    All of it is assumed, for a small cluster of nodes of 8: run times are log-normal with a median of half an hour and
+    a spread of 1.9, up to 8 days; those of gangs have a median of 2 hours and a spread of 1.2. Four tenants.
+    """
+    rng = np.random.default_rng((seed, 3))
+    gang = np.zeros(jobs, np.bool_)
+    gang[rng.permutation(jobs)[: max(round(jobs / 100), 1)]] = True
+    scores = rng.standard_normal(jobs)
+    seconds = np.where(gang, 7200 * np.exp(1.2 * scores), 1800 * np.exp(1.9 * scores))
+    durations = np.ceil(np.clip(seconds, 20.0, 8 * DAY_S))
+    sizes = np.where(gang, rng.choice([8, 8, 16], jobs), 1).astype(np.int64)
+    submit = np.floor(_times(jobs, float((durations * sizes).sum()) / (gpus * load), rng))
+    tenant = rng.choice(4, jobs, p=np.array([12, 6, 4, 3]) / 25).astype(np.int64)
+    unknown = np.full(jobs, math.nan)
+    return JobTrace(
+        tuple(f"job-{number}" for number in range(jobs)),
+        submit,
+        durations,
+        sizes,
+        tenant,
+        tuple(f"team-{number}" for number in range(4)),
+        unknown,
+        unknown.copy(),
+    )
 
 
 def draw_trace(workload: Workload, gpus: int, jobs: int, load: float, seed: int) -> JobTrace:
