@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from headway.inference.generate import generate_ids
+from headway.inference import LLM, LoadedModel, SamplingParams
 from headway.models import empty_decoder, load_into
 from headway.recipe.huggingface import read_model
 
@@ -71,7 +71,9 @@ def main() -> None:
 
 def greedy(ours: torch.nn.Module, theirs: torch.nn.Module, prompt: list[int], count: int = 48) -> bool:
     """Whether both go on alike."""
-    found = list(generate_ids(ours, prompt, max_tokens=count, temperature=0.0))
+    vocabulary = theirs.config.vocab_size
+    llm = LLM(LoadedModel("ours", ours, torch.device("cpu"), vocabulary, 2048))
+    found = llm.generate([prompt], SamplingParams(max_tokens=count, temperature=0))[0].outputs[0].token_ids
     expected = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, len(prompt) :].tolist()

@@ -4,17 +4,25 @@ Keys and values of a layer are pages of a fixed number of tokens, shared by all 
 pages. A pass brings T new tokens of S sequences, one sequence after another; each query attends to its sequence's
 tokens up to its own, or to the last `window` of them.
 
-Here is the reference in PyTorch, which CPUs use: decoding sequences are gathered and padded to the longest of them,
-the others run one by one.
+In PyTorch, the reference, which CPUs use: decoding sequences are gathered and padded to the longest of them, the
+others run one by one.
+
+In Triton, for GPUs: a program has some queries of one sequence, those of all query heads that share a key head, and
+goes through the pages with an online softmax. So every key is read once per key head. If there are too few programs
+for the device, as in decoding of a few long sequences, each sequence's keys are split among several, whose partial
+results a second kernel joins. It is bound by the memory that keys and values take in decoding, by products in prefill.
 
 Shapes, besides those of `models/`: T tokens of the pass, S sequences, P pages, Z tokens of a page, A all tokens that a
 sequence keeps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from headway.kernels.triton_compat import runs_on, tl, triton
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,16 @@ class PagedBatch:
     """Pages of each sequence in order, int32; whatever is beyond its length is not read."""
     slots_T: Tensor
     """Where each token's key and value go: page * Z + place in it, int64."""
+    _programs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def programs(self, queries: int) -> tuple[Tensor, Tensor]:
+        """Return the sequence and the first query of each program that has so many queries; made once per pass."""
+        if queries not in self._programs:
+            spans = list(enumerate(zip(self.starts, self.starts[1:], strict=False)))
+            pairs = [(i, first) for i, (start, end) in spans for first in range(0, end - start, queries)]
+            numbers = torch.tensor(pairs, dtype=torch.int32).T.contiguous().to(self.slots_T.device, non_blocking=True)
+            self._programs[queries] = numbers[0], numbers[1]
+        return self._programs[queries]
 
 
 def store(k_TKH: Tensor, pages_PZKH: Tensor, slots_T: Tensor) -> None:
@@ -53,6 +71,22 @@ def paged_attention(
 ) -> Tensor:
     """Return attention [T, N, U] of the pass's queries; their own keys and values are in the pages already."""
     scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
+    if q_TNH.device.type == "cuda" and supports(q_TNH, values_PZKU):
+        return triton_attention(q_TNH, keys_PZKH, values_PZKU, batch, scale, window, softcap, sinks_N)
+    return reference(q_TNH, keys_PZKH, values_PZKU, batch, scale, window, softcap, sinks_N)
+
+
+def reference(
+    q_TNH: Tensor,
+    keys_PZKH: Tensor,
+    values_PZKU: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """The same in PyTorch."""
     y_TNU = q_TNH.new_empty(*q_TNH.shape[:2], values_PZKU.shape[-1])
     counts = [end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False)]
     decoding = [i for i, count in enumerate(counts) if count == 1]
@@ -140,3 +174,201 @@ def _plain(
     sinks_SKM1 = sinks_KM.view(1, heads, queries, 1).expand(sequences, -1, -1, -1)
     weights_SKMA = torch.cat((scores_SKMA, sinks_SKM1), dim=-1).softmax(dim=-1)[..., :-1]
     return weights_SKMA.to(v_SKAU.dtype) @ v_SKAU
+
+
+# -- Triton
+
+WIDEST = 256
+"""Of a head: wider ones, as latent vectors, do not fit into a program's registers."""
+
+
+def supports(q_TNH: Tensor, values_PZKU: Tensor) -> bool:
+    """Whether the kernel takes these heads."""
+    return runs_on(q_TNH.device) and q_TNH.shape[-1] == values_PZKU.shape[-1] <= WIDEST
+
+
+class PagedTiling(NamedTuple):
+    """A program's share of the work."""
+
+    queries: int
+    """Tokens of a program."""
+    rows: int
+    """Rows of its products: tokens times query heads that share a key head, at least 16."""
+    keys: int
+    """Keys at a time."""
+    splits: int
+    """Programs that share a sequence's keys."""
+    warps: int
+
+
+def cut(batch: PagedBatch, share: int, key_heads: int, head: int, processors: int) -> PagedTiling:
+    """Choose the tiling: one token per program in decoding; as many as fill 64 rows in prefill."""
+    longest_query = max(end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False))
+    if longest_query > 1:
+        rows = max(64 if head <= 128 else 32, _power_of_two(share))
+        return PagedTiling(rows // _power_of_two(share), rows, 64 if head <= 128 else 32, 1, 4)
+    programs = len(batch.lengths) * key_heads
+    splits, longest = 1, max(batch.lengths)
+    while programs * splits * 2 <= 2 * processors and longest >= 256 * splits * 2 and splits < 32:
+        splits *= 2
+    return PagedTiling(1, max(16, _power_of_two(share)), 64 if head <= 128 else 32, splits, 4)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@triton.jit
+def _paged_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, peak_ptr, total_ptr, sinks_ptr, program_sequence_ptr, program_first_ptr,
+    starts_ptr, lengths_ptr, tables_ptr, scale, softcap, window,
+    q_stride_t, q_stride_n, k_stride_p, k_stride_z, k_stride_k, v_stride_p, v_stride_z, v_stride_k,
+    out_stride_s, out_stride_t, out_stride_n, tables_stride, heads, tokens,
+    SHARE: tl.constexpr, SHARE_2: tl.constexpr, HEAD: tl.constexpr, HEAD_2: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    SUNK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    program, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = tl.load(program_sequence_ptr + program)
+    first = tl.load(program_first_ptr + program)
+    start = tl.load(starts_ptr + sequence)
+    count = tl.load(starts_ptr + sequence + 1) - start
+    length = tl.load(lengths_ptr + sequence)
+
+    row = tl.arange(0, ROWS)
+    query = first + row // SHARE_2
+    share = row % SHARE_2
+    head = key_head * SHARE + share
+    real = (query < count) & (share < SHARE)
+    position = length - count + query
+    size = tl.arange(0, HEAD_2)
+    in_head = size < HEAD
+    token = (start + query).to(tl.int64)
+    q = tl.load(
+        q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_n + size[None, :],
+        mask=real[:, None] & in_head[None, :], other=0.0,
+    )  # fmt: skip
+
+    last = length - count + tl.minimum(first + ROWS // SHARE_2, count)  # one beyond the last key that a query sees
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(length - count + first - window + 1, 0) // KEYS * KEYS
+    tiles = tl.cdiv(last - begin, KEYS)
+    per_split = tl.cdiv(tiles, SPLITS)
+    low = begin + split * per_split * KEYS
+    high = tl.minimum(begin + (split + 1) * per_split * KEYS, last)
+
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SUNK:  # noqa: SIM102  (one is known when compiled, the other is not)
+        if split == 0:
+            peak = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32)
+            total = tl.full([ROWS], 1.0, tl.float32)
+    acc = tl.zeros([ROWS, HEAD_2], tl.float32)
+    for tile in range(low, high, KEYS):
+        place = tile + tl.arange(0, KEYS)
+        inside = place < high
+        page = tl.load(tables_ptr + sequence * tables_stride + place // PAGE, mask=inside, other=0).to(tl.int64)
+        k = tl.load(
+            k_ptr + page[None, :] * k_stride_p + (place % PAGE)[None, :] * k_stride_z + key_head * k_stride_k
+            + size[:, None],
+            mask=inside[None, :] & in_head[:, None], other=0.0,
+        )  # fmt: skip
+        if EXACT:
+            scores = tl.dot(q, k, input_precision="ieee") * scale
+        else:
+            scores = tl.dot(q, k) * scale
+        if CAPPED:
+            scores = softcap * (2 / (1 + tl.exp(-2 * scores / softcap)) - 1)
+        seen = (place[None, :] <= position[:, None]) & inside[None, :]
+        if WINDOWED:
+            seen = seen & (place[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # nothing seen yet
+        weights = tl.exp(scores - base[:, None])
+        shrink = tl.exp(peak - base)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(
+            v_ptr + page[:, None] * v_stride_p + (place % PAGE)[:, None] * v_stride_z + key_head * v_stride_k
+            + size[None, :],
+            mask=inside[:, None] & in_head[None, :], other=0.0,
+        )  # fmt: skip
+        if EXACT:
+            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        else:
+            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+        peak = new_peak
+
+    if SPLITS == 1:
+        acc = acc / tl.where(real, total, 1.0)[:, None]
+    else:
+        place = split * tokens * heads + token * heads + head
+        tl.store(peak_ptr + place, peak, mask=real)
+        tl.store(total_ptr + place, total, mask=real)
+    tl.store(
+        out_ptr + split * out_stride_s + token[:, None] * out_stride_t + head[:, None] * out_stride_n + size[None, :],
+        acc, mask=real[:, None] & in_head[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def _join_kernel(
+    parts_ptr, peak_ptr, total_ptr, out_ptr, rows, HEAD: tl.constexpr, HEAD_2: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    size = tl.arange(0, HEAD_2)
+    peaks = tl.load(peak_ptr + split * rows + row)
+    totals = tl.load(total_ptr + split * rows + row)
+    share = tl.exp(peaks - tl.max(peaks, 0))
+    parts = tl.load(
+        parts_ptr + (split[:, None] * rows + row) * HEAD + size[None, :], mask=(size < HEAD)[None, :], other=0.0
+    )
+    joined = tl.sum(parts * share[:, None], 0) / tl.sum(totals * share, 0)
+    tl.store(out_ptr + row * HEAD + size, joined, mask=size < HEAD)
+
+
+def triton_attention(
+    q_TNH: Tensor,
+    keys_PZKH: Tensor,
+    values_PZKH: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+    tiling: PagedTiling | None = None,
+) -> Tensor:
+    """The same in Triton."""
+    tokens, heads, size = q_TNH.shape
+    key_heads = keys_PZKH.shape[2]
+    share = heads // key_heads
+    q_TNH = q_TNH.contiguous()
+    tiling = tiling or cut(batch, share, key_heads, size, _processors(q_TNH.device))
+    sequences, firsts = batch.programs(tiling.queries)
+    out = torch.empty_like(q_TNH)
+    parts, peaks, totals = out.unsqueeze(0), out, out
+    if tiling.splits > 1:
+        parts = torch.empty((tiling.splits, *q_TNH.shape), dtype=torch.float32, device=q_TNH.device)
+        peaks, totals = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q_TNH.device) for _ in range(2))
+    _paged_kernel[len(sequences), key_heads, tiling.splits](
+        q_TNH, keys_PZKH, values_PZKH, parts, peaks, totals, q_TNH if sinks_N is None else sinks_N, sequences, firsts,
+        batch.starts_S1, batch.lengths_S, batch.tables_SP, scale, softcap or 0.0, window or 0,
+        *q_TNH.stride()[:2], *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], *parts.stride()[:3],
+        batch.tables_SP.stride(0), heads, tokens,
+        SHARE=share, SHARE_2=_power_of_two(share), HEAD=size, HEAD_2=max(16, _power_of_two(size)),
+        PAGE=keys_PZKH.shape[1], ROWS=tiling.rows, KEYS=tiling.keys, SPLITS=tiling.splits,
+        WINDOWED=window is not None, CAPPED=softcap is not None, SUNK=sinks_N is not None,
+        EXACT=q_TNH.dtype == torch.float32, num_warps=tiling.warps,
+    )  # fmt: skip
+    if tiling.splits > 1:
+        _join_kernel[(tokens * heads,)](
+            parts, peaks, totals, out, tokens * heads, HEAD=size, HEAD_2=max(16, _power_of_two(size)),
+            SPLITS=tiling.splits, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

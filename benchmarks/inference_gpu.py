@@ -1,0 +1,165 @@
+"""The engine on one GPU: does it generate what a pass without a cache does, and how fast?
+
+    python benchmarks/inference_gpu.py [OUT.json]
+
+Random weights: speed does not depend on their values. The workload of 256 sequences is nano-vllm's, as in the figures
+for vLLM beside it (benchmarks/results/inference_h200.md).
+"""
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams
+from headway.kernels.paged_attention import PagedBatch, reference, triton_attention
+from headway.models import Decoder, empty_decoder
+from headway.recipe import Model
+from headway.recipe.huggingface import model_from_config
+
+CUDA = torch.device("cuda")
+MARGIN = 0.125
+"""bfloat16 logits around 16 are 0.125 apart: below that, which of two tokens is best is chance."""
+
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "tie_word_embeddings": True, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "max_position_embeddings": 131072, "tie_word_embeddings": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+SMALL = {
+    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": SMALL | {"model_type": "llama", "rope_theta": 1e4},
+    "Qwen3": SMALL | {"model_type": "qwen3", "rope_theta": 1e4},
+    "Gemma 3": SMALL | {
+        "model_type": "gemma3_text", "sliding_window": 32, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64,
+        "rope_theta": 1e4, "rope_local_base_freq": 1e3, "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+    "Mixtral": SMALL | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "rope_theta": 1e4},
+}  # fmt: skip
+
+
+def load(config: dict[str, Any], dtype: torch.dtype, std: float = 0.02) -> LoadedModel:
+    model: Model = model_from_config(config)
+    decoder: Decoder = empty_decoder(model, CUDA).to(dtype).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0, std)
+            elif config["model_type"].startswith("gemma"):
+                parameter.zero_()
+            else:
+                parameter.fill_(1)
+    return LoadedModel("random", decoder, CUDA, model.vocabulary, 4096)
+
+
+def equal_to_whole_passes(name: str) -> dict[str, Any]:
+    """Greedy tokens of 12 requests in a small cache, each held against a pass over all of its tokens."""
+    loaded = load(FAMILIES[name], torch.bfloat16, std=0.1)
+    llm = LLM(loaded, options=EngineOptions(cache_tokens=1200, max_batch_tokens=128, max_sequences=12))
+    draw = random.Random(0)
+    prompts = [[draw.randrange(1000) for _ in range(draw.randint(1, 150))] for _ in range(12)]
+    results = llm.generate(prompts, SamplingParams(max_tokens=40, temperature=0))
+    tokens = wrong = 0
+    for prompt, result in zip(prompts, results, strict=True):
+        ids = result.outputs[0].token_ids
+        with torch.inference_mode():
+            logits = loaded.module(torch.tensor([prompt + ids], device=CUDA))[0, len(prompt) - 1 : -1].float()
+        best = logits.max(dim=-1).values
+        chosen = logits.gather(1, torch.tensor(ids, device=CUDA).unsqueeze(1)).squeeze(1)
+        tokens += len(ids)
+        wrong += int((best - chosen > MARGIN).sum())
+    return {"tokens": tokens, "beyond_the_margin": wrong, "preemptions": llm.engine.engine.counts.preemptions}
+
+
+def kernel_against_reference() -> dict[str, float]:
+    """Largest difference of the Triton kernel from PyTorch, by what attention has."""
+    worst: dict[str, float] = {}
+    for dtype, heads, size in (
+        (torch.float32, (16, 8), 128),
+        (torch.bfloat16, (16, 8), 128),
+        (torch.bfloat16, (8, 1), 256),
+    ):
+        for spans in ([(1, 3000), (1, 17)], [(1, 100)] * 70, [(300, 300), (70, 500), (1, 90), (1, 1)]):
+            q, keys, values, batch = _pages(spans, heads, size, dtype)
+            for options in ({}, {"window": 100}, {"softcap": 5.0}, {"sinks_N": torch.linspace(-1, 1, heads[0]).cuda()}):
+                ours = triton_attention(q, keys, values, batch, size**-0.5, **options)  # type: ignore[arg-type]
+                truth = reference(q.float(), keys.float(), values.float(), batch, size**-0.5, **options)  # type: ignore[arg-type]
+                key = f"{str(dtype).removeprefix('torch.')} {size} {next(iter(options), 'plain')}"
+                worst[key] = max(worst.get(key, 0.0), float((ours.float() - truth).abs().max()))
+    return worst
+
+
+def _pages(spans: list[tuple[int, int]], heads: tuple[int, int], size: int, dtype: torch.dtype) -> Any:
+    count = sum(-(-total // 16) for _, total in spans)
+    order = torch.randperm(count).tolist()
+    tables = [[order.pop() for _ in range(-(-total // 16))] for _, total in spans]
+    widest = max(map(len, tables))
+    starts = [0]
+    for new, _ in spans:
+        starts.append(starts[-1] + new)
+    lengths = tuple(total for _, total in spans)
+    batch = PagedBatch(
+        tuple(starts), lengths, torch.tensor(starts, dtype=torch.int32, device=CUDA),
+        torch.tensor(lengths, dtype=torch.int32, device=CUDA),
+        torch.tensor([t + [0] * (widest - len(t)) for t in tables], dtype=torch.int32, device=CUDA),
+        torch.zeros(starts[-1], dtype=torch.int64, device=CUDA),
+    )  # fmt: skip
+    keys, values = (torch.randn(count, 16, heads[1], size, device=CUDA).to(dtype) for _ in range(2))
+    return torch.randn(starts[-1], heads[0], size, device=CUDA).to(dtype), keys, values, batch
+
+
+def throughput(config: dict[str, Any], sequences: int) -> dict[str, float]:
+    """Tokens per second: nano-vllm's benchmark of many sequences, or decoding of one."""
+    llm = LLM(load(config, torch.bfloat16), options=EngineOptions(memory_share=0.8, max_batch_tokens=8192))
+    draw = random.Random(0)
+    if sequences > 1:
+        prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(sequences)]
+        lengths = [draw.randint(100, 1024) for _ in range(sequences)]
+    else:
+        prompts, lengths = [[draw.randint(0, 10000) for _ in range(128)]], [512]
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count, seed=0) for count in lengths]
+    warm = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=8)
+    llm.generate([[5] * 300] * min(sequences, 8), warm)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    llm.generate(prompts, params)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    return {"tokens": sum(lengths), "seconds": round(seconds, 2), "tokens_per_s": round(sum(lengths) / seconds, 1)}
+
+
+def main() -> None:
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+
+    def note(name: str, value: Any) -> None:
+        results[name] = value
+        print(name, value, flush=True)
+        if target is not None:
+            target.write_text(json.dumps(results, indent=1))
+
+    note("kernel, largest difference", kernel_against_reference())
+    for name in FAMILIES:
+        note(f"bfloat16 against whole passes, {name}", equal_to_whole_passes(name))
+    note("Llama 1B shape, batch 1", throughput(LLAMA, 1))
+    note("Qwen3-0.6B shape, batch 1", throughput(QWEN3, 1))
+    note("Qwen3-0.6B shape, 256 sequences", throughput(QWEN3, 256))
+
+
+if __name__ == "__main__":
+    main()
