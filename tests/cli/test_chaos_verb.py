@@ -62,7 +62,7 @@ def start(desk: Path, *words: str) -> "subprocess.Popen[str]":
         (["tiny.toml", "--runs", "."], 2, ". is not empty"),
         (["tiny.toml", "--set", "train.steps=3"], 2, "train.steps is 3: too few for a fault and a recovery"),
         (["tiny.toml", "--set", "checkpoint.every_steps=auto"], 2, "faults need known save steps"),
-        (["tiny.toml", "--set", "data.path=nowhere"], 1, "nowhere"),
+        (["tiny.toml", "--set", "data.path=nowhere"], 2, "nowhere"),
     ],
 )
 def test_bad_input_is_one_sentence_and_a_hint(

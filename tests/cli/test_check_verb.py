@@ -179,7 +179,7 @@ def test_ctrl_c_while_torch_is_imported_leaves_nothing(desk) -> None:
         (["r.toml", "--mesh", "pipeline=2,stages=1:2:x"], 2, "stages: this is no whole number"),
         (["r.toml", "--mesh", "pipeline=2,stages=1:2"], 2, "pipeline 2, stages 1:2: "),
         (["r.toml", "--mesh", "shard=2,keep_weights=maybe"], 2, "keep_weights: this is neither true nor false"),
-        (["r.toml", "--mesh", "shard=2", "--set", "data.path=nowhere"], 1, "nowhere"),
+        (["r.toml", "--mesh", "shard=2", "--set", "data.path=nowhere"], 2, "nowhere"),
         (["r.toml", "--mesh", "shard=2", "--keep", "r.toml"], 2, "not an empty folder"),
     ],
 )

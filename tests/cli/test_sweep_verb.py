@@ -179,13 +179,13 @@ def test_killed_submitter_leaves_nothing_that_trains(desk: Desk, what: str, when
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--grid", "train.learning_rate=1,2"], '--grid: train has no key "learning_rate"'),
-        (["--grid", "trainn.lr=1,2"], '--grid: a recipe has no key "trainn"'),
-        (["--grid", "train.lr=1e-2,fast"], "--grid: train.lr = 'fast'"),
-        (["--grid", "train.lr=1e-2,99"], "--grid: train.lr = 99"),
+        (["--grid", "train.learning_rate=1,2"], '--grid train.learning_rate=1: train has no key "learning_rate"'),
+        (["--grid", "trainn.lr=1,2"], '--grid trainn.lr=1: a recipe has no key "trainn"'),
+        (["--grid", "train.lr=1e-2,fast"], "--grid train.lr = 'fast'"),
+        (["--grid", "train.lr=1e-2,99"], "--grid train.lr = 99"),
         (["--grid", "train.lr=1e-2,0.01"], "are the same run"),
         (["--grid", "train.batch_ramp=4,8"], "has brackets"),
-        (["--grid", "train.lr=1e-2", "--set", "train.stepz=1"], '--set: train has no key "stepz"'),
+        (["--grid", "train.lr=1e-2", "--set", "train.stepz=1"], '--set train.stepz=1: train has no key "stepz"'),
         (["--grid", "train.lr=1e-2", "--name", "a b"], "invalid sweep name"),
         (["--grid", "train.lr=1e-2", "--name", "taken"], "run taken-lr_1e-2 already exists"),
         (["--grid", "train.lr=1e-2", "--engine", "slurm"], "--engine slurm needs --on"),

@@ -233,7 +233,7 @@ def test_last_outcome_counts_even_if_the_agent_then_dies(start) -> None:
     """A finished run is not started again: the last message and the exit arrive together."""
     running = start('end("stopped", "as asked", "resume"); die()')
     ended = running.end()
-    assert ended["outcome"] == {"state": "stopped", "reason": "as asked", "hint": "resume"}
+    assert ended["outcome"] == {"state": "stopped", "reason": "as asked", "hint": "resume", "usage": False}
     assert (ended["status"], running.agents, ended["left"]) == (75, 1, 0)
 
 
