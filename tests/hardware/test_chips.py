@@ -128,10 +128,9 @@ def test_other_names_people_type(typed: str) -> None:
     assert known_chip(typed).name in ("h100", "a100-40", "a100", "mi300x", "rtx4090")
 
 
-def test_an_unknown_chip_lists_the_known() -> None:
+def test_an_unknown_chip_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="unknown chip 'h1000'") as caught:
         known_chip("h1000")
-    assert all(chip.name in (caught.value.hint or "") for chip in CHIPS)
     assert "did you mean h100" in (caught.value.hint or "")
 
 

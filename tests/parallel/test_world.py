@@ -22,9 +22,8 @@ def test_rendezvous_listens_on_the_address_of_the_node_only() -> None:
     second.start()
     first = _store(assignment(0), 60.0)
     second.join()
-    listening = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == "LISTEN"]
-    ports = [each.laddr for each in psutil.Process().net_connections() if each.laddr and each.laddr.port == port]
-    assert listening == ["127.0.0.1"]
-    assert {address.ip for address in ports} == {"127.0.0.1"}
+    sockets = [each for each in psutil.Process().net_connections() if each.laddr and each.laddr.port == port]
+    assert [each.laddr.ip for each in sockets if each.status == "LISTEN"] == ["127.0.0.1"]
+    assert {each.laddr.ip for each in sockets} == {"127.0.0.1"}
     first.set("key", "value")
     assert stores[0].get("key") == b"value"

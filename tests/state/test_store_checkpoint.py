@@ -402,5 +402,5 @@ def test_fetching_a_missing_checkpoint_leaves_nothing(store, make, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
     save(store, 5, make(5))
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StateError, match="step 5 could not be started"):
+    with pytest.raises(StateError, match="file could not be created: File exists"):
         fetch(store, 5, tmp_path / "file")

@@ -8,7 +8,7 @@ import pytest
 
 from conftest import assert_same
 from headway.data import BuildOptions, build_dataset
-from headway.errors import DataError
+from headway.errors import RecipeError
 from headway.recipe import FaultPlan
 from headway.recipe.load import parse_recipe
 from headway.track import read_recipe
@@ -94,7 +94,7 @@ def test_run_pins_dataset_versions_and_weights_cannot_change(lab, unharmed):
     data = read_recipe(unharmed.run).data
     assert data.path is None
     assert all(part.version for part in data.mixture.values())
-    with pytest.raises(DataError, match=f"recipe wants data version {data.version}, its mixture is") as error:
+    with pytest.raises(RecipeError, match=r"data.mixture.email.weight cannot change when a run is resumed") as error:
         lab.resume(unharmed.run, "data.mixture.email.weight=1", "train.steps=20")
     assert "train --from" in error.value.hint
 

@@ -21,7 +21,7 @@ from headway.recipe import Model, Recipe
 from headway.recipe.huggingface import read_model
 from headway.recipe.rope import RotaryModel
 from headway.state import OpenCheckpoint, find_checkpoint, open_checkpoint
-from headway.state.tensors import read_tensors
+from headway.state.tensors import load_weights, read_tensors
 from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
 
 DEFAULT_LENGTH = 8192
@@ -97,30 +97,29 @@ def load_run(
     """Load a checkpoint of a run."""
     recipe = read_recipe(run)
     source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else open_checkpoint(checkpoint)
-    weights = read_tensors(source, prefix="model/")
     place = _device(device if recipe.train.device != "cpu" else "cpu")
-    module = _filled(recipe, weights, place, _dtype(dtype, recipe.train.dtype, place), str(checkpoint))
+    module = _filled(recipe, source, str(checkpoint)).to(place)
+    if recipe.model.class_ is None:  # another's buffers may be of any type
+        module = module.to(_dtype(dtype, recipe.train.dtype, place))
     vocabulary = recipe.model.vocabulary if recipe.model.class_ is None else _tokenizer_size(run)
     name = f"{run.name}@{source.manifest.step}"
     loaded = LoadedModel(name, module.eval(), place, vocabulary, _run_length(recipe, run), step=source.manifest.step)
     return _with_text(loaded, run.companions, run.tokenizer_file, _end_of_text(run))
 
 
-def _filled(
-    recipe: Recipe, weights: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype, source: str
-) -> nn.Module:
-    """Return the recipe's model with these weights."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+def _filled(recipe: Recipe, source: OpenCheckpoint, name: str) -> nn.Module:
+    """Return the recipe's model with a checkpoint's weights."""
     if recipe.model.class_ is not None:
         module = build_own(recipe.model, "cpu")
-        wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    else:
-        module = empty_decoder(recipe.model)
-        wanted = recipe.model.tensors() | recipe.model.buffers()
-    if shapes != wanted:
-        raise ModelError(f"{source} does not match the model in the run's recipe")
-    module.load_state_dict(weights)
-    return module.to(device=device, dtype=dtype)
+        load_weights(source, module)
+        return module
+    weights = read_tensors(source, prefix="model/")
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if shapes != recipe.model.tensors() | recipe.model.buffers():
+        raise ModelError(f"{name} does not match the model in the run's recipe")
+    decoder = empty_decoder(recipe.model)
+    decoder.load_state_dict(weights)
+    return decoder
 
 
 def _empty(model: Model, device: torch.device, dtype: torch.dtype) -> Decoder:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 
 import psutil
 import pytest
@@ -282,19 +281,3 @@ def test_run_fails_when_every_checkpoint_is_damaged(lab, killed) -> None:
 def fill(path, size: int) -> None:
     with contextlib.suppress(OSError):
         path.write_bytes(bytes(size))
-
-
-def test_full_disk_under_the_record_is_named(lab, recipe, tmp_path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", disk]).returncode:
-        pytest.skip("needs the right to mount a small file system")
-    try:
-        lab.root = disk / "runs"
-        when(lambda: recorded(lab.root, "step", 2), lambda: fill(disk / "filler", 3 << 20))
-        lived = lab.train(recipe({"train.steps": 100_000, "data.holdout": 0}))
-        assert lived.outcome.state == "failed"
-        assert "could not write the run's record" in lived.outcome.reason
-        assert "resume" in lived.outcome.hint
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
