@@ -173,6 +173,7 @@ def test_run_that_uploads_resumes_on_a_bare_machine(
     shutil.rmtree(lab.root)
     elsewhere = make_lab(tmp_path / "elsewhere")
     run = fetch_run(f"{folder_url}/{lost.run.name}", elsewhere.root)
+    assert not [path for path in (run.path, *run.path.rglob("*")) if path.stat().st_mode & 0o077], "others may not read"
     assert [event["step"] for event in Lived(run, lost.outcome).events("step")] == [1, 2, 3, 4, 5, 6]
     result = elsewhere.resume(run)
     assert_same(result, undisturbed)

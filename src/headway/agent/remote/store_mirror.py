@@ -39,6 +39,7 @@ from headway.state.address import address_in_store
 from headway.state.object_store import ObjectStore, open_store
 from headway.state.store_checkpoint import list_remote
 from headway.track import RunFolder, lock_holder, write_json
+from headway.track.access import PRIVATE, new_run_mode, umask_of
 
 FOLDER, RECORDS, SAID = "folder", "records", "said"
 LOOK_S = 2.0
@@ -210,32 +211,37 @@ def fetch_run(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
     if run.path.exists() and run.id_file.exists() and run.id_file.read_text().strip() != identity:
         raise RunError(f"there is another run {run.name} in {root}", hint="name another folder with --runs")
     try:
-        for folder in (run.events, run.logs, run.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
-        ends, overwritten = _read_mirrored(run), set[str]()
-        fetched = _read_fetched(run, identity, ends)
-        for name, item in sorted(files.items()):
-            path = bundle_path(run, name)
-            if fetched.get(item.key) != [item.bytes, item.modified.isoformat(), *_stamp(path)]:
-                fetch_file(path, item.bytes, functools.partial(store.read, item.key))
-                fetched[item.key] = [item.bytes, item.modified.isoformat(), *_stamp(path)]
-        for item in store.list(SAID):
-            if _SAID_KEY.fullmatch(item.key) and item.bytes <= READ_BYTES:
-                fetch_file(run.path / item.key, item.bytes, functools.partial(store.read, item.key))
-        records = [item.key for item in store.list(RECORDS) if _RECORDS_KEY.fullmatch(item.key)]
-        first = min((key for key in records if key not in fetched), default="~")
-        for key in records:
-            if key >= first:  # such objects never change; one that arrived late is applied before its successors
-                overwritten |= _apply_records(run, store.get(key), store.name(key), ends)
-                fetched[key] = []
-        write_json(run.path / _MIRRORED, ends)
-        write_json(run.path / _FETCHED, {"id": identity, "objects": fetched})
-        if overwritten:
-            print(
-                f"note: local changes to {', '.join(sorted(overwritten))} were overwritten from the store",
-                file=sys.stderr,
-                flush=True,
-            )
+        if not run.path.exists():
+            root.mkdir(parents=True, exist_ok=True)
+            run.path.mkdir(mode=PRIVATE)
+            run.path.chmod(new_run_mode())
+        with umask_of(run.path):
+            for folder in (run.events, run.logs, run.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            ends, overwritten = _read_mirrored(run), set[str]()
+            fetched = _read_fetched(run, identity, ends)
+            for name, item in sorted(files.items()):
+                path = bundle_path(run, name)
+                if fetched.get(item.key) != [item.bytes, item.modified.isoformat(), *_stamp(path)]:
+                    fetch_file(path, item.bytes, functools.partial(store.read, item.key))
+                    fetched[item.key] = [item.bytes, item.modified.isoformat(), *_stamp(path)]
+            for item in store.list(SAID):
+                if _SAID_KEY.fullmatch(item.key) and item.bytes <= READ_BYTES:
+                    fetch_file(run.path / item.key, item.bytes, functools.partial(store.read, item.key))
+            records = [item.key for item in store.list(RECORDS) if _RECORDS_KEY.fullmatch(item.key)]
+            first = min((key for key in records if key not in fetched), default="~")
+            for key in records:
+                if key >= first:  # such objects never change; one that arrived late is applied before its successors
+                    overwritten |= _apply_records(run, store.get(key), store.name(key), ends)
+                    fetched[key] = []
+            write_json(run.path / _MIRRORED, ends)
+            write_json(run.path / _FETCHED, {"id": identity, "objects": fetched})
+            if overwritten:
+                print(
+                    f"note: local changes to {', '.join(sorted(overwritten))} were overwritten from the store",
+                    file=sys.stderr,
+                    flush=True,
+                )
     except OSError as error:
         raise RunError(
             f"cannot make the run folder {run.path}: {error.strerror}", hint="name another folder with --runs"

@@ -107,7 +107,7 @@ class _Task:
             lines["ended"] = [f"{comment.starts} {comment.ended}"]
         if comment.lost:
             lines["lost"] = [f"{comment.starts} {comment.lost}"]
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         for name, content in lines.items():
             if _lines(self.folder / name) != content:
                 replace_file(self.folder / name, "".join(f"{line}\n" for line in content))
@@ -370,7 +370,7 @@ class SlurmEngine(Engine):
         fields = {"format": 1, "name": request.name, "folder": str(job), "array": request.array}
         fields |= {"shared": request.shared, "grace_s": request.grace_s}
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_file(self.folder / f"{number}.json", json.dumps(fields) + "\n")
         except OSError:
             self._try("scancel", "--quiet", number)
