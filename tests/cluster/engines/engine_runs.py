@@ -143,7 +143,8 @@ def preempt_and_lose_machine(run: EngineRun, lose: Callable[[str], None], which:
     lose(lost)
     wait_for(lambda: run.status.state == "waiting", "its restart", run.diagnosis)
     assert "lost" in run.status.reason, run.status
-    assert "lost" in headway("jobs", "--runs", str(run.root))
+    listed = headway("jobs", "--runs", str(run.root))
+    assert "lost" in listed or run.status.starts == 3, listed  # it may be running again by now
     status = run.ended()
     assert (status.state, status.starts, len(status.machines)) == ("finished", 3, 2), run.diagnosis()
     assert lost not in status.machines
