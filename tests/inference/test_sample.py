@@ -1,10 +1,14 @@
 """`headway sample` from a run's folder to text, through the real process."""
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 import typer
@@ -191,3 +195,27 @@ def test_failed_process_is_reported_in_one_sentence(
     error = command(run, "tiny", "--prompt", "x" * 100_000).exception  # more than a pipe holds
     assert isinstance(error, HeadwayError)
     assert (error.message, error.exit_status) == (message, 2 if error.hint else 1)
+
+
+@pytest.mark.slow
+def test_serve_answers_and_finishes_what_is_under_way_when_it_is_told_to_end(run: Fixture) -> None:
+    """The command itself, from a run to the real client; SIGTERM comes in the middle of a stream."""
+    words = ["serve", "tiny@2", "--port", "0", "--json", "--runs", str(run.root)]
+    program = [sys.executable, "-c", "from headway.cli.main import main; main()", *words]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            facts = json.loads(server.stdout.readline())
+            client = openai.OpenAI(base_url=facts["listening"], api_key="none", max_retries=0)
+            asked = {"model": "tiny-1@2", "prompt": "def", "temperature": 0}
+            assert client.completions.create(**asked, max_tokens=12).choices[0].text == run.greedy(2, "def", 12)
+            stream = client.completions.create(**asked, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+            events = iter(stream)
+            next(events)
+            server.send_signal(signal.SIGTERM)
+            rest = list(events)
+            assert rest[-1].choices[0].finish_reason == "length"
+            assert len(rest) == 399, "no token of the answer is missing"
+            assert server.wait() == 0
+        finally:
+            server.kill()

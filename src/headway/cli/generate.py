@@ -3,30 +3,22 @@
 The model runs in another process (`headway.inference.batch`); this module shows how far it is.
 """
 
+import contextlib
 import json as jsonlib
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headway.cli.model_process import end_of, model_of
-from headway.cli.options import Json, Runs, complete_run
+from headway.cli.model_process import ModelProcess, model_of, model_process
+from headway.cli.options import Json, ModelSource, Runs
 from headway.cli.progress import terminal_bars
 from headway.errors import UsageError
 
 
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|FOLDER",
-            autocompletion=complete_run,
-            help="A run (RUN@STEP for one checkpoint), or a Hugging Face folder.",
-        ),
-    ],
+    model: ModelSource,
     inputs: Annotated[
         Path,
         typer.Argument(
@@ -65,18 +57,8 @@ def generate(
         "dtype": dtype,
         "params": {key: value for key, value in sampling.items() if value is not None},
     }
-    with tempfile.TemporaryFile() as request_file, tempfile.TemporaryFile() as log:
-        request_file.write(jsonlib.dumps(request).encode())
-        request_file.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "headway.inference.batch"], stdin=request_file, stdout=subprocess.PIPE, stderr=log
-        )
-        try:
-            first, last, reported = _follow(process, quiet=json)
-        finally:
-            process.kill()  # if it has not ended by itself
-            process.wait()
-        end_of("inference", process.returncode, reported, log)
+    with model_process("headway.inference.batch", "inference", request) as running:
+        first, last = _follow(running, shows=sys.stderr.isatty() and not json)
     skipped = first.get("done", 0)
     if json:
         facts = {"model": name, "out": str(out), "inputs": last["total"], "done": last["done"], "skipped": skipped}
@@ -86,24 +68,17 @@ def generate(
     print(f"{last['done']:,} of {last['total']:,} inputs answered in {out}{already}")
 
 
-def _follow(
-    process: subprocess.Popen[bytes], *, quiet: bool
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]:
-    """Show progress until the process ends; return its first and last count, and an error that it reports."""
-    assert process.stdout is not None
+def _follow(running: ModelProcess, *, shows: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Follow a process to its end, with a progress bar on a terminal; return its first and last count."""
     first: dict[str, Any] = {}
     last: dict[str, Any] = {}
-    with terminal_bars("{task.description}", "Bar", "{task.completed:,}/{task.total:,}", "TimeRemaining") as bars:
+    bars = terminal_bars("{task.description}", "Bar", "{task.completed:,}/{task.total:,}", "TimeRemaining")
+    with bars if shows else contextlib.nullcontext():
         task = None
-        for line in process.stdout:
-            message = jsonlib.loads(line)
-            if "error" in message:
-                process.wait()
-                return first, last, dict(message)
+        for message in running.messages():
             first, last = first or message, message
-            if not quiet and sys.stderr.isatty():
+            if shows:
                 if task is None:
-                    task = bars.add_task("generating", total=message["total"], completed=message["done"])
+                    task = bars.add_task("generating", total=message["total"])
                 bars.update(task, completed=message["done"])
-    process.wait()
-    return first, last, None
+    return first, last

@@ -1,5 +1,11 @@
 """What verbs that run a model in another process share: which model, and how that process ended."""
 
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,8 +28,50 @@ def model_of(model: str, runs: Path | None) -> tuple[dict[str, str], str]:
     return {"run": str(run.path), "checkpoint": str(checkpoint)}, f"{run.name}@{used}"
 
 
-def end_of(name: str, status: int, reported: dict[str, Any] | None, log: IO[bytes]) -> None:
-    """Raise the error that a process reported, or that it failed without a word."""
+@contextlib.contextmanager
+def model_process(module: str, name: str, request: dict[str, Any], **options: Any) -> Iterator["ModelProcess"]:
+    """Start a module with a request on its stdin; at the end of the block, end it and raise the error it reported.
+
+    `name` says in messages what it is.
+    """
+    # Files, not pipes, for input and log: a full pipe would block while we read the output.
+    with tempfile.TemporaryFile() as request_file, tempfile.TemporaryFile() as log:
+        request_file.write(json.dumps(request).encode())
+        request_file.seek(0)
+        command = [sys.executable, "-m", module]
+        process = subprocess.Popen(command, stdin=request_file, stdout=subprocess.PIPE, stderr=log, **options)
+        running = ModelProcess(process)
+        try:
+            yield running
+            process.wait()
+        finally:
+            process.kill()  # unless it has ended
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        _raise_if_failed(name, process.returncode, running.error, log)
+
+
+class ModelProcess:
+    """A process that writes JSON lines."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.process = process
+        self.error: dict[str, Any] | None = None
+        """What it reported as its error."""
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield its messages until it ends; an error is kept."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            message = json.loads(line)
+            if "error" in message:
+                self.error = message
+            else:
+                yield message
+
+
+def _raise_if_failed(name: str, status: int, reported: dict[str, Any] | None, log: IO[bytes]) -> None:
     if reported is not None:
         error = HeadwayError(reported["error"], hint=reported.get("hint"))
         error.exit_status = status

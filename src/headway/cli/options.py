@@ -19,6 +19,14 @@ EngineName = Annotated[
     typer.Option("--engine", metavar="ENGINE", help="What starts it: local (this machine), slurm, ray or kubernetes."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+ModelSource = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|FOLDER",
+        autocompletion=complete_run,
+        help="A run (RUN@STEP for one checkpoint), or a Hugging Face folder.",
+    ),
+]
 NoSharedFolder = Annotated[
     bool,
     typer.Option("--no-shared-folder", help="Machines share no folder; runs sync through their object stores."),

@@ -4,15 +4,12 @@ The model runs in another process (`headway.inference.sample`); this module prin
 """
 
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from headway.cli.model_process import end_of
+from headway.cli.model_process import model_process
 from headway.cli.options import Json, Runs, complete_run
 from headway.errors import UsageError
 from headway.state import find_checkpoint, list_checkpoints
@@ -71,31 +68,9 @@ def sample(
 
 def _ask(request: dict[str, Any]) -> Iterator[tuple[int, str]]:
     """Start the sampling process; yield (prompt index, piece of text) as they come; raise the error it reports."""
-    # Files, not pipes, for input and log: a full pipe would block while we read the output.
-    with tempfile.TemporaryFile() as request_file, tempfile.TemporaryFile() as log:
-        request_file.write(json.dumps(request).encode())
-        request_file.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "headway.inference.sample"],
-            stdin=request_file,
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
-        assert process.stdout is not None
-        try:
-            reported = None
-            for line in process.stdout:
-                message = json.loads(line)
-                if "error" in message:
-                    reported = message
-                else:
-                    yield message["prompt_index"], message["text"]
-            status = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-        end_of("sampling", status, reported, log)
+    with model_process("headway.inference.sample", "sampling", request) as running:
+        for message in running.messages():
+            yield message["prompt_index"], message["text"]
 
 
 def _print_text(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:

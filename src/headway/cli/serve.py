@@ -6,31 +6,22 @@ The server is a process of its own (`headway.inference.server`); this module sta
 import ipaddress
 import json as jsonlib
 import signal
-import subprocess
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headway.cli.model_process import end_of, model_of
-from headway.cli.options import Json, Runs, complete_run
+from headway.cli.model_process import ModelProcess, model_of, model_process
+from headway.cli.options import Json, ModelSource, Runs
 from headway.errors import UsageError
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|FOLDER",
-            autocompletion=complete_run,
-            help="A run (RUN@STEP for one checkpoint), or a Hugging Face folder.",
-        ),
-    ],
+    model: ModelSource,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0 = any free one).")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback only with a key.")] = "127.0.0.1",
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key that clients must send.")] = None,
@@ -72,38 +63,21 @@ def serve(
             "max_batch_tokens": max_batch_tokens,
         },
     }
-    with tempfile.TemporaryFile() as request_file, tempfile.TemporaryFile() as log:
-        request_file.write(jsonlib.dumps(request).encode())
-        request_file.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "headway.inference.server"],
-            stdin=request_file,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C comes here, which ends it in order
-        )
-        before = {
-            which: signal.signal(which, lambda *_: process.terminate()) for which in (signal.SIGTERM, signal.SIGINT)
-        }
+    # In a session of its own: Ctrl-C comes here, and ends it in order.
+    with model_process("headway.inference.server", "server", request, start_new_session=True) as running:
+        stops = (signal.SIGTERM, signal.SIGINT)
+        before = {which: signal.signal(which, lambda *_: running.process.terminate()) for which in stops}
         try:
-            reported = _follow(process, json)
+            _follow(running, json)
         finally:
             for which, handler in before.items():
                 signal.signal(which, handler)
-            if process.poll() is None:
-                process.terminate()
-            process.wait()
-        end_of("server", process.returncode, reported, log)
 
 
-def _follow(process: subprocess.Popen[bytes], json: bool) -> dict[str, Any] | None:
-    """Show what the server says until it ends; return an error that it reports."""
-    assert process.stdout is not None
+def _follow(running: ModelProcess, json: bool) -> None:
+    """Show what the server says until it ends."""
     live = sys.stdout.isatty() and not json
-    for line in process.stdout:
-        message = jsonlib.loads(line)
-        if "error" in message:
-            return dict(message)
+    for message in running.messages():
         if json:
             print(jsonlib.dumps(message), flush=True)
         elif "listening" in message:
@@ -112,7 +86,6 @@ def _follow(process: subprocess.Popen[bytes], json: bool) -> dict[str, Any] | No
             print(f"\r\x1b[K{status_line(message)}", end="", flush=True)
     if live:
         print()
-    return None
 
 
 def _print_start(facts: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ class BlockPool:
             assert self.holders[block] >= 0, "a block is released once per holder"
             if self.holders[block] == 0:
                 self._idle[block] = None
-                if block not in self._hashes:  # nobody can ever want it
+                if block not in self._hashes:  # no prefix leads to it
                     self._idle.move_to_end(block, last=False)
 
     def publish(self, block: int, key: bytes) -> None:

@@ -98,7 +98,6 @@ class InferenceEngine:
         self.runner = runner
         self.sampler = Sampler(model.vocabulary, torch.device(device), model.end_ids)
         self.device = torch.device(device)
-        self.version = 0
         self.waiting: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
         """Both by arrival."""
@@ -120,7 +119,7 @@ class InferenceEngine:
         for index in range(params.n):
             arrival = next(self._arrivals)
             self.waiting[arrival] = Sequence(
-                request_id, index, arrival, list(prompt_ids), params, longest, seed + index, self.version
+                request_id, index, arrival, list(prompt_ids), params, longest, seed + index
             )
             self._switch(self.waiting[arrival])
 
@@ -237,9 +236,9 @@ class InferenceEngine:
 
     def _publish(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full by now."""
-        if sequence.mixed or not self.pool.shares_prefixes:
+        if not self.pool.shares_prefixes:
             return
-        full = min(sequence.computed, len(sequence.token_ids)) // self.pool.size
+        full = sequence.computed // self.pool.size
         hashes = sequence.block_hashes(self.pool.size)
         for place in range(sequence.published, full):
             self.pool.publish(sequence.blocks[place], hashes[place])
@@ -263,7 +262,6 @@ class InferenceEngine:
         sequence.blocks = []
         self.running.pop(sequence.arrival, None)
         self.waiting.pop(sequence.arrival, None)
-        self.sampler.forget(sequence)
         self._prompts.pop(sequence.arrival, None)
         if tells:
             self._outputs.append(Output(sequence.request_id, sequence.index, None, reason))

@@ -1,4 +1,4 @@
-"""Models to serve: from a Hugging Face folder, or from a checkpoint of a run, in a folder or an object store.
+"""Models to serve: from a Hugging Face folder, or from a checkpoint of a run.
 
 Nothing from either is executed: weights are safetensors, settings JSON; a chat template runs in a sandbox, and a class
 of the user's own is one that the recipe names and the user has installed.

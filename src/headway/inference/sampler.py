@@ -7,7 +7,6 @@ Shapes: R rows, V vocabulary, X the most log-probabilities asked for.
 """
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,23 +30,12 @@ class Sampled(NamedTuple):
     """Probability that truncation kept, of the distribution at the row's temperature."""
 
 
-@dataclass
-class History:
-    """How often each token is in a sequence: what penalties depend on."""
-
-    prompt_V: Tensor
-    """Whether the prompt has it."""
-    output_V: Tensor
-    """How often the output has it."""
-
-
 class Sampler:
-    """Samples rows of logits; keeps the histories of penalized sequences."""
+    """Samples rows of logits."""
 
     def __init__(self, vocabulary: int, device: torch.device, end_ids: Rows[int] = ()) -> None:
         self.vocabulary, self.device, self.end_ids = vocabulary, device, tuple(end_ids)
         """Tokens from `vocabulary` on are padding, and never sampled."""
-        self._histories: dict[int, History] = {}
 
     def sample(self, logits_RV: Tensor, rows: Rows[Sequence]) -> Sampled:
         """Sample the next token of each sequence from its row."""
@@ -62,10 +50,6 @@ class Sampler:
         chosen_R = logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
         top = logprobs_RV.topk(min(most, self.vocabulary), dim=-1)
         return Sampled(tokens_R, chosen_R, top.indices, top.values, kept_R)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept of a finished sequence."""
-        self._histories.pop(sequence.arrival, None)
 
     def _adjusted(self, logits_RV: Tensor, rows: Rows[Sequence]) -> Tensor:
         """Apply biases, minimum lengths and penalties; most requests have none."""
@@ -86,26 +70,18 @@ class Sampler:
                 ends = [*self.end_ids, *params.stop_token_ids]
                 logits_V[[token for token in ends if token < self.vocabulary]] = float("-inf")
             if params.penalized:
-                history = self._history(sequence)
-                seen_V = history.prompt_V | (history.output_V > 0)
+                counts_V = self._counts(sequence.token_ids[len(sequence.prompt_ids) :])
+                seen_V = (counts_V > 0) | (self._counts(sequence.prompt_ids) > 0)
                 penalty = params.repetition_penalty
                 penalized_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
                 logits_V.copy_(torch.where(seen_V, penalized_V, logits_V))
-                logits_V -= params.frequency_penalty * history.output_V
-                logits_V -= params.presence_penalty * (history.output_V > 0)
+                logits_V -= params.frequency_penalty * counts_V
+                logits_V -= params.presence_penalty * (counts_V > 0)
         return logits_RV
 
-    def _history(self, sequence: Sequence) -> History:
-        """Return the counts of a sequence's tokens, with those that came since the last time."""
-        history = self._histories.get(sequence.arrival)
-        if history is None:
-            prompt_V = torch.zeros(self.vocabulary, dtype=torch.bool, device=self.device)
-            prompt_V[torch.tensor(sequence.prompt_ids, device=self.device)] = True
-            history = History(prompt_V, torch.zeros(self.vocabulary, dtype=torch.int64, device=self.device))
-            self._histories[sequence.arrival] = history
-        output = torch.tensor(sequence.token_ids[len(sequence.prompt_ids) :], dtype=torch.int64, device=self.device)
-        history.output_V = torch.bincount(output, minlength=self.vocabulary)
-        return history
+    def _counts(self, ids: Rows[int]) -> Tensor:
+        """Return how often each token occurs."""
+        return torch.bincount(torch.tensor(ids, dtype=torch.int64, device=self.device), minlength=self.vocabulary)
 
     def _draw(self, logits_RV: Tensor, rows: Rows[Sequence], *, keeps: bool) -> tuple[Tensor, Tensor | None]:
         """Return a token of each row, and the probability mass that truncation kept."""

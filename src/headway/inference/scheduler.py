@@ -79,7 +79,7 @@ def schedule(
             budget, free = budget - count, free - need
     admitted: list[Sequence] = []
     for sequence in waiting if not preempted else ():
-        if sequence.pending or budget == 0 or len(active) + len(admitted) >= limits.max_sequences:
+        if budget == 0 or len(active) + len(admitted) >= limits.max_sequences:
             break
         shared = shared_blocks(sequence, pool)
         taken = pool.idle_among(shared)

@@ -24,14 +24,10 @@ class Sequence:
     max_length: int
     """Prompt and output together end at this many tokens."""
     seed: int
-    version: int = 0
-    """Of the weights."""
     token_ids: list[int] = field(default_factory=list)
-    """Prompt and output, as far as known on the host."""
-    pending: int = 0
-    """Tokens sampled on the device that the host does not know yet."""
+    """Prompt and output."""
     computed: int = 0
-    """Tokens whose keys and values are in the cache, or will be after the passes under way."""
+    """Tokens whose keys and values are in the cache."""
     blocks: list[int] = field(default_factory=list)
     """Blocks of the cache that it holds, in order."""
     published: int = 0
@@ -40,8 +36,6 @@ class Sequence:
     """Hash of each full block and all before it."""
     long: bool = False
     """Whether it is past LongRoPE's switch: keys and values of shorter sequences do not fit."""
-    mixed: bool = False
-    """Whether its cache was computed by weights of several versions."""
     finish: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -49,24 +43,24 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """All tokens, known or not."""
-        return len(self.token_ids) + self.pending
+        """All tokens."""
+        return len(self.token_ids)
 
     @property
     def generated(self) -> int:
-        """Tokens of the output, known or not."""
+        """Tokens of the output."""
         return self.length - len(self.prompt_ids)
 
     @property
     def shareable(self) -> bool:
         """Whether it may use blocks of others: not if every prompt token must be computed for its log-probability."""
-        return self.params.prompt_logprobs is None and not self.mixed
+        return self.params.prompt_logprobs is None
 
     def block_hashes(self, size: int) -> list[bytes]:
-        """Return the hashes of its full blocks, chained, and salted with the version of the weights."""
+        """Return the hashes of its full blocks, chained from the start."""
         while (len(self.hashes) + 1) * size <= len(self.token_ids):
             first = len(self.hashes) * size
-            before = self.hashes[-1] if self.hashes else b"%d %d" % (self.version, self.long)
+            before = self.hashes[-1] if self.hashes else b"%d" % self.long
             ids = array("q", self.token_ids[first : first + size]).tobytes()
             self.hashes.append(hashlib.blake2b(before + ids, digest_size=16).digest())
         return self.hashes
