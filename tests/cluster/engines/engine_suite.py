@@ -65,6 +65,8 @@ class EngineHarness:
     """Makes a machine vanish, and returns a function that brings it back; None if there is only one."""
     essential: tuple[str, ...] = ()
     """Machines that the engine itself needs."""
+    trace: Callable[[str], str] = lambda _: ""
+    """What the engine's own logs tell about a job, for the message of a failed test."""
     numbers: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
@@ -355,8 +357,10 @@ def test_reported_exit_status_of_the_whole_job_counts(harness: EngineHarness) ->
         return  # there are no others
     report = 'end=75; [ ! -e saved ] || end=0; echo >saved; echo $end >"$HEADWAY_END"; exit $end'
     request = harness.request(f'[ "$HEADWAY_MACHINE" = 0 ] || exit 9; {report}', machines=2)
-    status = harness.over(harness.engine.launch(request))
-    assert (status.state, status.exit_status, status.starts) == ("finished", 0, 2)
+    job = harness.engine.launch(request)
+    status = harness.over(job)
+    evidence = (status, harness.trace(job), everything_in(request.folder))
+    assert (status.state, status.exit_status, status.starts) == ("finished", 0, 2), evidence
 
 
 def test_avoided_machines_are_not_used(harness: EngineHarness) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -46,6 +47,8 @@ KillWait=1
 MinJobAge={min_job_age}
 InactiveLimit=0
 MpiDefault=none
+SlurmctldDebug=debug
+SlurmdDebug=debug
 GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -86,6 +89,12 @@ class SlurmCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         daemon.wait()
+
+    def trace(self, job: str) -> str:
+        """What Slurm's daemons logged about a job."""
+        names = re.compile(rf"Job(Id|ID)={job}\b|\[{job}\.|\bjob {job}\b", re.IGNORECASE)
+        logs = {path.stem: path.read_text().splitlines() for path in sorted(self.folder.glob("slurm*.log"))}
+        return "\n".join(f"{name}: {line}" for name, lines in logs.items() for line in lines if names.search(line))
 
     def processes_on(self, name: str) -> list[int]:
         """The processes of jobs on a node, and their slurmstepds."""

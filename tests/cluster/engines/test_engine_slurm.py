@@ -35,8 +35,9 @@ def harness(tmp_path_factory: pytest.TempPathFactory, cluster: SlurmCluster) -> 
     # this grace period, no sooner than 25 seconds after a start.
     limits = {"limit_s": 60, "limit_grace_s": 5}
     return EngineHarness(
-        lambda: SlurmEngine(folder / "records", cleared_s=3), folder, NODES, CPUS, GPUS, lose=lose, **limits
-    )
+        lambda: SlurmEngine(folder / "records", cleared_s=3),
+        folder, NODES, CPUS, GPUS, lose=lose, trace=cluster.trace, **limits
+    )  # fmt: skip
 
 
 def test_preempted_job_saves_and_is_restarted(harness: EngineHarness) -> None:
