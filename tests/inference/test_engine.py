@@ -47,6 +47,30 @@ def test_sampled_tokens_do_not_depend_on_the_batch(decoder: Decoder) -> None:
         assert result.outputs == make(decoder, shares_prefixes=False).generate([prompt], one)[0].outputs
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_overlapping_passes_give_the_same(decoder: Decoder, penalty: float) -> None:
+    """The next pass is scheduled before the last one's tokens are known: some end, some are preempted."""
+    prompts = [[5, 17], [9] * 30, [1], [5, 17, 8, 200]] * 2
+    params = [
+        SamplingParams(
+            max_tokens=80, seed=i, top_p=0.9, logprobs=2, min_tokens=i, ignore_eos=i % 4 != 0,
+            repetition_penalty=penalty if i % 2 else 1.0,
+        )
+        for i in range(8)
+    ]  # fmt: skip
+    options = {"block_size": 4, "max_sequences": 6, "max_batch_tokens": 16, "end_ids": tuple(range(40, 60))}
+    plain, overlapping = (make(decoder, overlaps=overlaps, **options) for overlaps in (False, True))
+    expected = plain.generate(prompts, params)
+    for ours, theirs in zip(overlapping.generate(prompts, params), expected, strict=True):
+        output, wanted = ours.outputs[0], theirs.outputs[0]
+        assert (output.token_ids, output.text) == (wanted.token_ids, wanted.text)
+        assert output.finish_reason == wanted.finish_reason
+        assert [row.logprob for row in output.logprobs] == pytest.approx([row.logprob for row in wanted.logprobs])
+    assert {result.outputs[0].finish_reason for result in expected} == {"stop", "length"}
+    assert all(llm.engine.engine.counts.preemptions for llm in (plain, overlapping))
+    assert overlapping.engine.engine.counts.output_tokens == plain.engine.engine.counts.output_tokens
+
+
 def test_n_outputs_have_seeds_of_their_own_and_share_the_prompt(decoder: Decoder) -> None:
     llm = make(decoder, block_size=4, max_sequences=1)
     (result,) = llm.generate([[7] * 21], SamplingParams(max_tokens=10, n=3, seed=40))
@@ -171,4 +195,4 @@ def test_memory_of_the_cache_is_counted(decoder: Decoder, tmp_path: Path) -> Non
     engine = llm.engine.engine
     pages = engine.runner.pages  # type: ignore[attr-defined]
     assert engine.pool.count == 400 // 16
-    assert math.prod(pages.keys[0].shape) == 400 * 2 * 8
+    assert math.prod(pages.keys[0].shape) == (400 + 16) * 2 * 8  # and a scratch page

@@ -4,17 +4,21 @@ import copy
 import random
 from collections import Counter
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.inference.blocks import BlockPool
 from headway.inference.engine import EngineModel, InferenceEngine
 from headway.inference.params import SamplingParams
+from headway.inference.runner import SampledTokens
 from headway.inference.scheduler import Chunk, Limits, schedule
-from headway.inference.sequence import Sequence
+from headway.inference.sequence import UNKNOWN, Sequence
 from thinned import examples
 
 VOCABULARY = 50
+END_IDS = tuple(range(8))
+"""So many that some texts end before their length."""
 
 
 class Arithmetic:
@@ -28,15 +32,17 @@ class Arithmetic:
         self.size = size
         self.places: list[tuple[int, int] | None] = [None] * (blocks * size)
 
-    def run(self, chunks: tuple[Chunk, ...]):
-        import torch
-
+    def run(self, chunks: tuple[Chunk, ...], last: SampledTokens | None = None):
         rows = []
         for chunk in chunks:
             sequence = chunk.sequence
             for place in range(chunk.first, chunk.first + chunk.count):
                 slot = sequence.blocks[place // self.size] * self.size + place % self.size
-                self.places[slot] = (place, sequence.token_ids[place])
+                token = sequence.token_ids[place]
+                if token == UNKNOWN:
+                    assert last is not None
+                    token = int(last.tokens_R[last.rows[sequence.arrival]])
+                self.places[slot] = (place, token)
         for chunk in chunks:
             for place in range(chunk.first, chunk.first + chunk.count):
                 slots = (chunk.sequence.blocks[p // self.size] * self.size + p % self.size for p in range(place + 1))
@@ -53,10 +59,12 @@ def next_token(ids: list[int]) -> int:
     return hash(tuple(ids)) % VOCABULARY
 
 
-def expected(prompt: list[int], count: int) -> list[int]:
+def expected(prompt: list[int], count: int, end_ids: tuple[int, ...] = ()) -> list[int]:
     ids = list(prompt)
     for _ in range(count):
         ids.append(next_token(ids))
+        if ids[-1] in end_ids:
+            break
     return ids[len(prompt) :]
 
 
@@ -69,11 +77,17 @@ prompts = st.lists(
 
 @settings(max_examples=examples(80), deadline=None)
 @given(requests=prompts, blocks=st.integers(8, 30), size=st.sampled_from([1, 3, 4]), tokens=st.integers(4, 20),
-       running=st.integers(1, 3), sharing=st.booleans(), abort=st.integers(0, 20))  # fmt: skip
-def test_every_request_gets_its_own_tokens(requests, blocks, size, tokens, running, sharing, abort) -> None:
+       running=st.integers(1, 3), sharing=st.booleans(), abort=st.integers(0, 20), overlaps=st.booleans())  # fmt: skip
+def test_every_request_gets_its_own_tokens(requests, blocks, size, tokens, running, sharing, abort, overlaps) -> None:
     blocks = max(blocks, -(-23 // size))  # room for one request
     pool = BlockPool(blocks, size, shares_prefixes=sharing)
-    engine = InferenceEngine(Arithmetic(blocks, size), EngineModel(VOCABULARY, 100), pool, Limits(tokens, running))
+    engine = InferenceEngine(
+        Arithmetic(blocks, size),
+        EngineModel(VOCABULARY, 100, END_IDS),
+        pool,
+        Limits(tokens, running),
+        overlaps=overlaps,
+    )
     outputs: dict[str, list[int]] = {}
     ends: Counter[str] = Counter()
     later = sorted(enumerate(requests), key=lambda entry: entry[1][2])  # each arrives at a step of its own
@@ -86,9 +100,10 @@ def test_every_request_gets_its_own_tokens(requests, blocks, size, tokens, runni
         if step == abort:
             engine.abort("0")
         before = oldest_length(engine)
-        batch = schedule(engine.waiting.values(), engine.running.values(), pool, engine.limits)
+        continuing = [sequence for sequence in engine.running.values() if sequence.length < sequence.max_length]
+        batch = schedule(engine.waiting.values(), continuing, pool, engine.limits)
         assert sum(chunk.count for chunk in batch.chunks) <= tokens
-        assert len(engine.running) - len(batch.preempted) + len(batch.admitted) <= running
+        assert len(continuing) - len(batch.preempted) + len(batch.admitted) <= running
         for output in engine.step():
             if output.token_id is not None:
                 outputs[output.request_id].append(output.token_id)
@@ -99,7 +114,7 @@ def test_every_request_gets_its_own_tokens(requests, blocks, size, tokens, runni
         step += 1
         assert step < 2000, "it ends"
     for number, (prompt, count, _) in enumerate(requests):
-        want = expected(prompt, count)
+        want = expected(prompt, count, END_IDS)
         made = outputs[str(number)]
         assert made == want if number or (ends["0"] and len(made) == count) else made == want[: len(made)]
     assert all(count == 1 for count in ends.values())

@@ -231,7 +231,7 @@ def test_a_failed_pass_ends_its_requests_and_nothing_else(monkeypatch: pytest.Mo
     server = Served()
     run = server.engine.runner.run
 
-    def out_of_memory(_: Any) -> None:
+    def out_of_memory(*_: Any) -> None:
         monkeypatch.setattr(server.engine.runner, "run", run)
         raise torch.OutOfMemoryError("no memory")
 

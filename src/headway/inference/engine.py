@@ -4,23 +4,31 @@ schedule   which tokens of which sequences the pass computes (`scheduler.py`, pu
 run        the model over them, with the paged KV cache (`runner.py`)
 sample     a token for every sequence whose end is reached (`sampler.py`)
 record     tokens, ends and shareable blocks
+
+On a GPU passes overlap: the next one is scheduled and started while the device still computes, with sampled tokens
+that the host does not know yet, and recorded one step later. A sequence whose last token turns out to end it has then
+been run once more; what that gave is dropped. Blocks can be reused at once, since the device runs passes in order.
 """
 
 import itertools
 import secrets
 from collections.abc import Mapping
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headway.errors import RequestError
 from headway.inference.blocks import BlockPool
 from headway.inference.params import SamplingParams
-from headway.inference.runner import Runner
+from headway.inference.runner import Runner, SampledTokens
 from headway.inference.sampler import Sampled, Sampler, token_logprobs
 from headway.inference.scheduler import Chunk, Limits, ScheduledBatch, schedule, shared_blocks
-from headway.inference.sequence import FinishReason, Sequence
+from headway.inference.sequence import UNKNOWN, FinishReason, Sequence
+from headway.kernels.pointer_table import uploaded
 
 LOGPROB_ROWS = 256
 """Rows of logits that are in memory at once for log-probabilities of a prompt."""
@@ -83,6 +91,33 @@ class _Prompt:
     rows: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
 
 
+class _SampledPass:
+    """A pass whose tokens are on their way to the host."""
+
+    def __init__(self, chunks: Rows[Chunk], sampled: Sampled | None) -> None:
+        self.sequences = [chunk.sequence for chunk in chunks]
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        self.places = [(sequence, sequence.length) for sequence in sampling]
+        """Sequences that get a token, and where."""
+        self.tokens: SampledTokens | None = None
+        self._values: list[Tensor | None] = []
+        self._arrived = torch.cuda.Event() if sampled is not None and sampled.tokens_R.is_cuda else None
+        if sampled is not None:
+            self.tokens = SampledTokens(sampled.tokens_R, {s.arrival: row for row, s in enumerate(sampling)})
+            self._values = [None if x is None else x.to("cpu", non_blocking=True) for x in sampled]
+        if self._arrived is not None:
+            self._arrived.record()
+        for sequence in sampling:
+            sequence.token_ids.append(UNKNOWN)
+            sequence.unknown += 1
+
+    def values(self) -> list[Any]:
+        """Wait for what was sampled, and return it as lists."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [None if x is None else x.tolist() for x in self._values]
+
+
 class InferenceEngine:
     """Runs requests in continuous batches. Not thread-safe: one thread adds, steps and aborts."""
 
@@ -93,11 +128,16 @@ class InferenceEngine:
         pool: BlockPool,
         limits: Limits | None = None,
         device: torch.device | str = "cpu",
+        *,
+        overlaps: bool | None = None,
     ) -> None:
+        """`overlaps`: whether a pass starts before the last one is recorded; by default on GPUs."""
         self.model, self.pool, self.limits = model, pool, limits or Limits()
         self.runner = runner
         self.sampler = Sampler(model.vocabulary, torch.device(device), model.end_ids)
         self.device = torch.device(device)
+        # LongRoPE has sequences start over at some length, for which all their tokens must be known.
+        self.overlaps = (self.device.type == "cuda" if overlaps is None else overlaps) and model.switch_length is None
         self.waiting: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
         """Both by arrival."""
@@ -105,6 +145,8 @@ class InferenceEngine:
         self._arrivals = itertools.count()
         self._prompts: dict[int, _Prompt] = {}
         self._outputs: list[Output] = []
+        self._passed: _SampledPass | None = None
+        """The last pass, while passes overlap."""
 
     # -- requests
 
@@ -138,16 +180,25 @@ class InferenceEngine:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.waiting or self.running or self._outputs)
+        return bool(self.waiting or self.running or self._outputs or self._passed)
 
     # -- a step
 
     def step(self) -> list[Output]:
-        """Run one pass; return what came out of it."""
-        batch = self._begin(schedule(self.waiting.values(), self.running.values(), self.pool, self.limits))
-        x_TD = self.runner.run(batch.chunks) if batch.chunks else None
+        """Run one pass; return what came out of it, or, where passes overlap, out of the one before."""
+        batch = self._begin(schedule(self.waiting.values(), self._continuing(), self.pool, self.limits))
+        x_TD = self.runner.run(batch.chunks, self._last_tokens()) if batch.chunks else None
         sampled = self._sample(x_TD, batch)
-        return self._record(batch, sampled)
+        return self._record(_SampledPass(batch.chunks, sampled))
+
+    def _continuing(self) -> list[Sequence]:
+        """Return the running sequences that need another token, with all tokens known where sampling reads them."""
+        if any(sequence.unknown and sequence.params.penalized for sequence in self.running.values()):
+            self._outputs = self._settled()
+        return [sequence for sequence in self.running.values() if sequence.length < sequence.max_length]
+
+    def _last_tokens(self) -> SampledTokens | None:
+        return None if self._passed is None else self._passed.tokens
 
     def _begin(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Give and take blocks as the batch says."""
@@ -186,23 +237,36 @@ class InferenceEngine:
         sampling = [(chunk, end - 1) for chunk, end in zip(batch.chunks, ends, strict=True) if chunk.samples]
         if not sampling:
             return None
-        rows = torch.tensor([row for _, row in sampling], device=x_TD.device)
-        return self.sampler.sample(self.runner.logits(x_TD[rows]), [chunk.sequence for chunk, _ in sampling])
+        if len(sampling) < len(x_TD):
+            x_TD = x_TD[uploaded(np.array([row for _, row in sampling]), x_TD.device)]
+        return self.sampler.sample(self.runner.logits(x_TD), [chunk.sequence for chunk, _ in sampling])
 
-    def _record(self, batch: ScheduledBatch, sampled: Sampled | None) -> list[Output]:
-        """Append sampled tokens, end sequences, and let others share full blocks."""
-        outputs, self._outputs = self._outputs, []
-        sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
-        values = None if sampled is None else [None if x is None else x.tolist() for x in sampled]
-        for chunk in batch.chunks:
-            self._publish(chunk.sequence)
-        for row, sequence in enumerate(sampling):
-            assert values is not None
+    def _record(self, passed: _SampledPass) -> list[Output]:
+        """Note a pass, or while it runs the one before: tokens, ends, and full blocks that others may share."""
+        outputs = self._settled()
+        self._passed = passed if passed.sequences else None
+        return outputs if self.overlaps else self._settled(outputs)
+
+    def _settled(self, outputs: list[Output] | None = None) -> list[Output]:
+        """Wait for the last pass and return its outputs, after those that there are already."""
+        outputs = [*(outputs or []), *self._outputs]
+        self._outputs = []
+        passed, self._passed = self._passed, None
+        if passed is None:
+            return outputs
+        values = passed.values()
+        for row, (sequence, place) in enumerate(passed.places):
+            sequence.token_ids[place] = values[0][row]
+            sequence.unknown -= 1
+        for sequence in passed.sequences:
+            self._publish(sequence)
+        for row, (sequence, place) in enumerate(passed.places):
+            if sequence.finish is not None:  # aborted, or ended by the token before
+                continue
             tokens, logprobs, top_ids, top_logprobs, kept = values
             token = tokens[row]
-            sequence.token_ids.append(token)
             self.counts.output_tokens += 1
-            finish = self._end(sequence, token)
+            finish = self._end(sequence, token, place + 1)
             asked = sequence.params.logprobs
             outputs.append(
                 Output(
@@ -227,19 +291,20 @@ class InferenceEngine:
 
     # -- parts of a step
 
-    def _end(self, sequence: Sequence, token: int) -> FinishReason | None:
+    def _end(self, sequence: Sequence, token: int, length: int) -> FinishReason | None:
+        """Return why a sequence ends with a token that makes it so long, if it does."""
         params = sequence.params
         ends = token in params.stop_token_ids or (token in self.model.end_ids and not params.ignore_eos)
-        if ends and sequence.generated >= params.min_tokens:
+        if ends and length - len(sequence.prompt_ids) >= params.min_tokens:
             return "stop"
-        return "length" if len(sequence.token_ids) >= sequence.max_length else None
+        return "length" if length >= sequence.max_length else None
 
     def _publish(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full by now."""
         if not self.pool.shares_prefixes:
             return
-        full = sequence.computed // self.pool.size
         hashes = sequence.block_hashes(self.pool.size)
+        full = min(sequence.computed // self.pool.size, len(hashes), len(sequence.blocks))
         for place in range(sequence.published, full):
             self.pool.publish(sequence.blocks[place], hashes[place])
         sequence.published = max(sequence.published, full)

@@ -18,6 +18,9 @@ class PagedKvCache:
         self, layers: int, widths: Widths, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.page_size = page_size
+        self.scratch = pages
+        """A page more, for tokens that only fill up a batch."""
+        pages += 1
         (key_heads, key_dim), (value_heads, value_dim) = widths
         self.keys = [
             torch.zeros(pages, page_size, key_heads, key_dim, dtype=dtype, device=device) for _ in range(layers)

@@ -9,10 +9,12 @@ Shapes: R rows, V vocabulary, X the most log-probabilities asked for.
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headway.inference.sequence import Sequence
+from headway.kernels.pointer_table import uploaded
 
 UNIT = 2.0**-24
 """Random numbers have 24 bits: all that float32 holds below 1."""
@@ -89,7 +91,7 @@ class Sampler:
         if all(p.temperature == 0 for p in params):
             return logits_RV.argmax(dim=-1), logits_RV.new_ones(len(rows)) if keeps else None
         device = logits_RV.device
-        temperatures_R1 = torch.tensor([p.temperature or 1.0 for p in params], device=device).unsqueeze(1)
+        temperatures_R1 = _column([p.temperature or 1.0 for p in params], device)
         # The best logit is subtracted first, so that a tiny temperature cannot overflow.
         shifted_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
         probs_RV = (shifted_RV / temperatures_R1).softmax(dim=-1)
@@ -104,7 +106,7 @@ class Sampler:
         drawn_R1 = _inverse(probs_RV, numbers_R1)
         greedy = [p.temperature == 0 for p in params]
         if any(greedy):
-            greedy_R1 = torch.tensor(greedy, device=device).unsqueeze(1)
+            greedy_R1 = uploaded(np.array(greedy), device).unsqueeze(1)
             drawn_R1 = torch.where(greedy_R1, logits_RV.argmax(dim=-1, keepdim=True), drawn_R1)
             kept_R = torch.where(greedy_R1[:, 0], 1.0, kept_R)
         return drawn_R1.squeeze(1), kept_R if keeps else None
@@ -121,10 +123,13 @@ def truncated(sorted_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: T
 
 def _truncation(rows: Rows[Sequence], vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     params = [sequence.params for sequence in rows]
-    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=device)
-    top_p = torch.tensor([p.top_p if p.top_p < 1 else 2.0 for p in params], device=device)  # 1 drops nothing
-    min_p = torch.tensor([p.min_p for p in params], device=device)
-    return top_k.unsqueeze(1), top_p.unsqueeze(1), min_p.unsqueeze(1)
+    top_k = _column([p.top_k or vocabulary for p in params], device)
+    top_p = _column([p.top_p if p.top_p < 1 else 2.0 for p in params], device)  # 1 drops nothing
+    return top_k, top_p, _column([p.min_p for p in params], device)
+
+
+def _column(values: Rows[float], device: torch.device) -> Tensor:
+    return uploaded(np.array(values, dtype=np.float32), device).unsqueeze(1)
 
 
 def _inverse(weights_RV: Tensor, numbers_R1: Tensor) -> Tensor:
@@ -132,24 +137,24 @@ def _inverse(weights_RV: Tensor, numbers_R1: Tensor) -> Tensor:
     ends_RV = weights_RV.cumsum(dim=-1)
     place_R1 = torch.searchsorted(ends_RV, numbers_R1 * ends_RV[:, -1:], right=True)
     # Rounding may lead past the last positive weight.
-    last_R1 = (weights_RV > 0).long().mul(torch.arange(weights_RV.shape[1], device=weights_RV.device)).amax(1, True)
-    return torch.minimum(place_R1, last_R1)
+    zeros_R1 = (weights_RV > 0).flip(1).byte().argmax(dim=1, keepdim=True)
+    return torch.minimum(place_R1, weights_RV.shape[1] - 1 - zeros_R1)
 
 
 def uniform(seeds: Rows[int], positions: Rows[int], device: torch.device) -> Tensor:
     """Return a number in [0, 1) per seed and position: splitmix64 of both."""
-    keys = [(_mixed(seed & MASK) + position) & MASK for seed, position in zip(seeds, positions, strict=True)]
-    return torch.tensor([(_mixed(key) >> 40) * UNIT for key in keys], device=device)
+    keys = _mixed(np.array([seed & MASK for seed in seeds], dtype=np.uint64)) + np.array(positions, dtype=np.uint64)
+    return uploaded(((_mixed(keys) >> np.uint64(40)) * UNIT).astype(np.float32), device)
 
 
 MASK = 2**64 - 1
 
 
-def _mixed(number: int) -> int:
-    number = (number + 0x9E3779B97F4A7C15) & MASK
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK
-    return number ^ (number >> 31)
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
 
 
 def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, vocabulary: int, top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,8 @@ from typing import Literal
 from headway.inference.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
+UNKNOWN = -1
+"""In place of a token that was sampled but has not reached the host yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,7 +27,9 @@ class Sequence:
     """Prompt and output together end at this many tokens."""
     seed: int
     token_ids: list[int] = field(default_factory=list)
-    """Prompt and output."""
+    """Prompt and output; UNKNOWN where a sampled token is still on the device."""
+    unknown: int = 0
+    """How many tokens at the end are unknown."""
     computed: int = 0
     """Tokens whose keys and values are in the cache."""
     blocks: list[int] = field(default_factory=list)
@@ -57,8 +61,8 @@ class Sequence:
         return self.params.prompt_logprobs is None
 
     def block_hashes(self, size: int) -> list[bytes]:
-        """Return the hashes of its full blocks, chained from the start."""
-        while (len(self.hashes) + 1) * size <= len(self.token_ids):
+        """Return the hashes of its full blocks of known tokens, chained from the start."""
+        while (len(self.hashes) + 1) * size <= self.length - self.unknown:
             first = len(self.hashes) * size
             before = self.hashes[-1] if self.hashes else b"%d" % self.long
             ids = array("q", self.token_ids[first : first + size]).tobytes()

@@ -8,6 +8,7 @@ import torch
 
 from headway.errors import ModelError, RequestError
 from headway.inference.blocks import BlockPool
+from headway.inference.decode_graphs import DecodeGraphs
 from headway.inference.engine import EngineModel, InferenceEngine, Output
 from headway.inference.kv_cache import PagedKvCache, Widths, bytes_per_token
 from headway.inference.load import LoadedModel
@@ -15,7 +16,9 @@ from headway.inference.params import SamplingParams
 from headway.inference.runner import PagedRunner, Runner, WholeRunner
 from headway.inference.scheduler import Limits
 from headway.inference.text import TextStream
+from headway.kernels.paged_attention import takes_heads
 from headway.models import Decoder
+from headway.models.experts import Experts
 
 CPU_SHARE, GPU_SHARE = 0.25, 0.9
 """Share of the free memory that the KV cache takes by default; on a GPU, of all that is free after loading."""
@@ -39,6 +42,10 @@ class EngineOptions:
     """Tokens of a pass."""
     shares_prefixes: bool = True
     """Whether requests share the cache of equal beginnings."""
+    graphs: bool = True
+    """Whether decoding on a GPU uses CUDA graphs, where the model can be captured."""
+    overlaps: bool | None = None
+    """Whether a pass starts before the last one is recorded; by default on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +67,26 @@ def make_engine(loaded: LoadedModel, options: EngineOptions) -> InferenceEngine:
         if pages < 1:
             raise ModelError("no memory is left for the KV cache", hint="raise --memory-share, or use a smaller model")
         cache = PagedKvCache(layers, widths, pages, options.block_size, dtype, loaded.device)
-        runner: Runner = PagedRunner(loaded.module, cache, loaded.device)
+        graphs = None
+        if options.graphs and capturable(loaded, widths):
+            graphs = DecodeGraphs(cache, options.max_sequences, max_length, loaded.device)
+        runner: Runner = PagedRunner(loaded.module, cache, loaded.device, graphs)
     else:
         pages = pages_wanted
         runner = WholeRunner(loaded.module, loaded.device)
     model = EngineModel(loaded.vocabulary, max_length, loaded.end_ids, loaded.switch_length)
     pool = BlockPool(pages, options.block_size, shares_prefixes=options.shares_prefixes and loaded.takes_cache)
     limits = Limits(max(options.max_batch_tokens, options.max_sequences + 1), options.max_sequences)
-    return InferenceEngine(runner, model, pool, limits, loaded.device)
+    return InferenceEngine(runner, model, pool, limits, loaded.device, overlaps=options.overlaps)
+
+
+def capturable(loaded: LoadedModel, widths: Widths) -> bool:
+    """Whether decoding can be a CUDA graph: on a GPU, with kernels that need nothing of the host."""
+    (_, key_dim), (_, value_dim) = widths
+    if loaded.device.type != "cuda" or not isinstance(loaded.module, Decoder) or loaded.switch_length is not None:
+        return False
+    experts = [module for module in loaded.module.modules() if isinstance(module, Experts)]
+    return takes_heads(loaded.device, key_dim, value_dim) and all(module.needs_no_host() for module in experts)
 
 
 def _cache_shape(loaded: LoadedModel) -> tuple[int, Widths]:

@@ -19,9 +19,11 @@ sequence keeps.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from headway.kernels.pointer_table import uploaded
 from headway.kernels.triton_compat import runs_on, tl, triton
 
 
@@ -45,10 +47,13 @@ class PagedBatch:
 
     def programs(self, queries: int) -> tuple[Tensor, Tensor]:
         """Return the sequence and the first query of each program that has so many queries; made once per pass."""
+        if queries not in self._programs and len(self.slots_T) == len(self.lengths):  # one token each
+            numbers = torch.arange(len(self.lengths), dtype=torch.int32, device=self.slots_T.device)
+            self._programs[queries] = numbers, torch.zeros_like(numbers)
         if queries not in self._programs:
             spans = list(enumerate(zip(self.starts, self.starts[1:], strict=False)))
             pairs = [(i, first) for i, (start, end) in spans for first in range(0, end - start, queries)]
-            numbers = torch.tensor(pairs, dtype=torch.int32).T.contiguous().to(self.slots_T.device, non_blocking=True)
+            numbers = uploaded(np.array(pairs, dtype=np.int32).T.copy(), self.slots_T.device)
             self._programs[queries] = numbers[0], numbers[1]
         return self._programs[queries]
 
@@ -71,7 +76,7 @@ def paged_attention(
 ) -> Tensor:
     """Return attention [T, N, U] of the pass's queries; their own keys and values are in the pages already."""
     scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
-    if q_TNH.device.type == "cuda" and supports(q_TNH, values_PZKU):
+    if q_TNH.device.type == "cuda" and takes_heads(q_TNH.device, q_TNH.shape[-1], values_PZKU.shape[-1]):
         return triton_attention(q_TNH, keys_PZKH, values_PZKU, batch, scale, window, softcap, sinks_N)
     return reference(q_TNH, keys_PZKH, values_PZKU, batch, scale, window, softcap, sinks_N)
 
@@ -182,9 +187,9 @@ WIDEST = 256
 """Of a head: wider ones, as latent vectors, do not fit into a program's registers."""
 
 
-def supports(q_TNH: Tensor, values_PZKU: Tensor) -> bool:
-    """Whether the kernel takes these heads."""
-    return runs_on(q_TNH.device) and q_TNH.shape[-1] == values_PZKU.shape[-1] <= WIDEST
+def takes_heads(device: torch.device, key_dim: int, value_dim: int) -> bool:
+    """Whether the kernel takes heads of these sizes."""
+    return runs_on(device) and key_dim == value_dim <= WIDEST
 
 
 class PagedTiling(NamedTuple):

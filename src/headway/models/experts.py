@@ -76,8 +76,8 @@ class Experts(nn.Module):
         if x_TD.is_meta:  # rows per expert are unknown; only the shape matters
             return torch.empty_like(x_TD)
         x_TD = autocast(x_TD)
-        count, hidden, dim = self.gate.shape
-        kernel = table.experts(x_TD.device.type, x_TD.dtype, dim, hidden).kernel
+        count = len(self.gate)
+        kernel = self._kernel(x_TD.device, x_TD.dtype)
         expert_N, order_N = chosen_TX.flatten().sort(stable=True)
         back_N = order_N.argsort()
         numbers_E = torch.arange(count, device=x_TD.device)
@@ -90,6 +90,14 @@ class Experts(nn.Module):
         made_TXD = _Gathered.apply(made_ND, back_N, order_N, 1).unflatten(0, chosen_TX.shape)
         with torch.autocast(x_TD.device.type, enabled=False):  # on GPUs it would sum a float32 copy
             return (made_TXD * weights_TX.unsqueeze(-1).to(made_TXD.dtype)).sum(dim=1)
+
+    def _kernel(self, device: torch.device, dtype: torch.dtype) -> str:
+        _, hidden, dim = self.gate.shape
+        return table.experts(device.type, dtype, dim, hidden).kernel
+
+    def needs_no_host(self) -> bool:
+        """Whether a pass in the weights' own precision never waits for the device, so that a graph can contain it."""
+        return self._kernel(self.gate.device, self.gate.dtype) == "grouped"
 
     def loop(self, rows_ND: Tensor, ends_E: Tensor) -> Tensor:
         """Apply experts one by one to rows sorted by expert."""
