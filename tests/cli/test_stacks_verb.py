@@ -92,7 +92,7 @@ def test_each_worker_on_a_screen_of_80_columns(live, capsys):
     assert out.count("training_data_reader.py:11\n") == 2
     assert out.count("the flight recorder is empty") == 1, "what all lack is said once"
     assert str(live.run.stacks / "0002-1.txt") in out
-    assert out.splitlines()[-1] == "next: headway logs live"
+    assert out.splitlines()[-1] == f"next: headway logs live --runs {live.root}"
 
 
 def test_as_json_and_one_rank_alone(live, capsys):

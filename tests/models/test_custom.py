@@ -96,7 +96,7 @@ def test_options_by_keyword_take_any_name() -> None:
 @pytest.mark.parametrize(
     ("spec", "message", "hint"),
     [
-        ("nowhere_at_all:Net", "no module nowhere_at_all", "PYTHONPATH=. headway train"),
+        ("nowhere_at_all:Net", "no module nowhere_at_all", "or add its folder to PYTHONPATH"),
         ("shpaes.nets:Net", "no module shpaes", "did you mean shapes"),
         ("shapes.net:Net", "no module shapes.net", "shapes has nets"),
         ("shapes.needs:Net", "shapes.needs imports a_module_that_nobody_has", "install a_module_that_nobody_has"),

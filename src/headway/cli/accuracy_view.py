@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from headway.cli.plan_view import WIDTH, cells_of, cut, wrapped
+from headway.cli.plan_view import cells_of, cut, wrapped
+from headway.cli.text import columns
 from headway.plan.accuracy.score import AccuracyReport, ScoredRun, Scores
 
 
@@ -27,7 +28,7 @@ def against_lines(report: AccuracyReport) -> list[str]:
 def _scores(title: str, table: Mapping[str, Scores], groups: bool) -> Iterator[str]:
     heads = ["lines", "mean", "median", "p90", "bias", "Spearman"]
     widths = [6, 7, 8, 7, 7, 9]
-    room = WIDTH - 2 - sum(widths)
+    room = columns() - 2 - sum(widths)
     yield title
     if not table:
         yield "  no source has enough lines"

@@ -272,8 +272,8 @@ def _work(
     if rank == 0 and (pid := lock_holder(folder)) is not None and leader_answers(folder):
         # Its command died, or it started elsewhere: the remaining leader needs workers, not a second leader.
         print(
-            f"process {pid} already leads run {folder.name}: joining it (headway logs {folder.name} --follow shows "
-            f"its output, headway stop {folder.name} stops it)",
+            f"process {pid} already leads run {folder.name}: joining it ({folder.command('logs', '--follow')} shows "
+            f"its output, {folder.command('stop')} stops it)",
             file=sys.stderr,
             flush=True,
         )

@@ -5,7 +5,7 @@ from headway.cli.options import Json, RunOrSweep, Runs
 from headway.cli.text import print_json
 from headway.cluster.submit import runs as submit
 from headway.cluster.submit.sweeps import cancel_sweep
-from headway.track import find_run, runs_root
+from headway.track import command, find_run, runs_root
 
 
 def cancel(
@@ -17,11 +17,11 @@ def cancel(
     root = runs_root(runs)
     sweep = sweep_named(root, run)
     if sweep is not None:
-        print_sweep_jobs(sweep, cancel_sweep(root, sweep), json)
+        print_sweep_jobs(root, sweep, cancel_sweep(root, sweep), json)
         return
     after = submit.cancel(root, find_run(root, run))
     if json:
         print_json(as_document(after))
         return
     print(f"{after.run.name}: job {after.submission.job} is {after.status.state}")
-    print(f"next: headway jobs, headway requeue {after.run.name}")
+    print(f"next: {command(root, 'jobs')}, {after.run.command('requeue')}")

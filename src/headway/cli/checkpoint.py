@@ -33,7 +33,7 @@ from headway.state.huggingface import TokenizerFile, saved_weights, stored_weigh
 from headway.state.manifest import CheckpointManifest, parse_manifest
 from headway.state.object_store import open_store
 from headway.state.store_checkpoint import StoreCheckpoint, list_remote
-from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
+from headway.track import RunFolder, command, find_run, parse_ref, read_recipe, runs_root
 
 app = typer.Typer(help="List, verify, compare, export and import checkpoints.", no_args_is_help=True)
 
@@ -76,7 +76,7 @@ def list_command(
         print(f"{name} has no checkpoint yet")
     else:
         print("\n".join(list_lines(rows)))
-        print(f"next: headway checkpoint verify {name}")
+        print(f"next: {command(runs_root(runs), 'checkpoint verify', name)}")
 
 
 @app.command("verify")
@@ -89,7 +89,8 @@ def verify_command(run: Ref, runs: Runs = None, json: Json = False) -> None:
         print_json({"run": name, "ok": not damaged, "checkpoints": results})
         raise typer.Exit(1 if damaged else 0)
     if "@" not in run and "/" not in run and (stored := _rows_of_store(find_run(runs_root(runs), run))):
-        print(f"note: {len(stored)} in the object store not read; use headway checkpoint verify {name}@STEP")
+        verify = command(runs_root(runs), "checkpoint verify", f"{name}@STEP")
+        print(f"note: {len(stored)} in the object store not read; use {verify}")
     if damaged:
         raise StateError(
             f"{len(damaged)} of {len(results)} checkpoints of {name} are damaged: {', '.join(damaged)}",
@@ -114,7 +115,7 @@ def show_command(
         return
     print("\n".join(show_lines(checkpoint.address, facts, table)))
     if not tensors:
-        print(f"next: headway checkpoint show {run} --tensors")
+        print(f"next: {command(runs_root(runs), 'checkpoint show', run, '--tensors')}")
 
 
 @app.command("diff")
@@ -217,9 +218,9 @@ def import_command(
     if tokenizer is None or tokenizer.end_id is None:
         what = "no tokenizer.json" if tokenizer is None else "no known end-of-text token"
         print(f"note: {folder} has {what}, which headway sample needs")
-        print(f"next: headway checkpoint show {run_folder.name}")
+        print(f"next: {run_folder.command('checkpoint show')}")
     else:
-        print(f"next: headway sample {run_folder.name}")
+        print(f"next: {run_folder.command('sample')}")
 
 
 # -- find checkpoints

@@ -72,14 +72,16 @@ def progress_bar(label: str, *, quiet: bool) -> Iterator[Callable[[int, int], No
 
 def list_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the table of a run's checkpoints."""
-    yield "    step  tier         size  workers  saved                digest"
+    narrow = columns() < 72  # the digest stays whole: people compare it
+    yield f"    step  tier         size  {'' if narrow else 'workers  saved                '}digest"
     for row in rows:
         begin = f"{row['step'] if row['step'] >= 0 else '-':>8}  {row['tier']:6}"
         if "damage" in row:
             yield f"{begin}  {row['damage']}"
         else:
             digest, workers = row.get("digest", "")[:16], row.get("workers", "")
-            yield f"{begin}  {byte_size(row['bytes']):>9}  {workers:>7}  {_when(row['saved'])}  {digest}".rstrip()
+            more = "" if narrow else f"{workers:>7}  {_when(row['saved'])}  "
+            yield f"{begin}  {byte_size(row['bytes']):>9}  {more}{digest}".rstrip()
     shared = sum(row.get("shared_bytes", 0) for row in rows)
     if shared:
         yield f"{byte_size(shared)} are files shared with an older checkpoint"

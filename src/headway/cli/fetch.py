@@ -46,10 +46,8 @@ def fetch(
     print(f"{summary.name}: step {summary.step}, {summary.attempts} attempt{'s' * (summary.attempts != 1)}, {state}")
     for path in [] if state in (TRAINS, "finished") else start_failures(folder):
         print(f"  {path.read_text().strip()}")
-    more = f"headway resume {summary.name}" if over else f"headway fetch {summary.name}"
-    print(
-        f"next: headway report {summary.name}, headway logs {summary.name}{'' if state == 'finished' else ', ' + more}"
-    )
+    verbs = ["report", "logs", *([] if state == "finished" else ["resume" if over else "fetch"])]
+    print(f"next: {', '.join(folder.command(verb) for verb in verbs)}")
 
 
 TRAINS = "training"

@@ -10,7 +10,7 @@ from headway.cli.options import Json, Runs
 from headway.cli.text import columns, print_json, shortened
 from headway.cluster.submit.runs import SubmittedRun, submitted_runs
 from headway.cluster.submit.sweeps import Sweep, find_sweep
-from headway.track import runs_root
+from headway.track import command, runs_root
 
 
 def jobs(runs: Runs = None, json: Json = False) -> None:
@@ -21,10 +21,11 @@ def jobs(runs: Runs = None, json: Json = False) -> None:
         print_json([as_document(run) for run in submitted])
     elif not submitted:
         print(f"no submitted runs in {root}")
-        print("next: headway submit RECIPE --engine E --on CHIPxPERNODE")
+        print(f"next: {command(root, 'submit', 'RECIPE --engine E --on CHIPxPERNODE')}")
     else:
         print("\n".join([*_table(submitted), *_unreachable(submitted)]))
-        print("next: headway logs RUN --follow, headway cancel RUN, headway requeue RUN")
+        follow_ups = [command(root, words) for words in ("logs RUN --follow", "cancel RUN", "requeue RUN")]
+        print(f"next: {', '.join(follow_ups)}")
 
 
 def _table(submitted: list[SubmittedRun]) -> list[str]:
@@ -58,9 +59,9 @@ def _under(job: SubmittedRun) -> list[str]:
     """Return the machines and reason of a job, and the command that helps: cut at the width unless a user should
     act."""
     machines = f"on {', '.join(job.status.machines)}" if job.status.machines else ""
-    command = f"headway {job.status.remedy} {job.run.name}" if job.status.remedy else ""
-    text = "; ".join(filter(None, (machines, job.status.reason, command)))
-    if command or job.status.state in ("failed", "impossible", "unknown"):
+    remedy = job.run.command(job.status.remedy) if job.status.remedy else ""
+    text = "; ".join(filter(None, (machines, job.status.reason, remedy)))
+    if remedy or job.status.state in ("failed", "impossible", "unknown"):
         return wrap(text, columns(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return [shortened(f"  {text}", columns())] if text else []
 
@@ -96,7 +97,7 @@ def sweep_named(root: Path, name: str) -> Sweep | None:
     return find_sweep(root, name)
 
 
-def print_sweep_jobs(sweep: Sweep, after: Mapping[str, SubmittedRun | None], json: bool) -> None:
+def print_sweep_jobs(root: Path, sweep: Sweep, after: Mapping[str, SubmittedRun | None], json: bool) -> None:
     """Print the state of all jobs of a sweep."""
     submitted = [job for job in after.values() if job is not None]
     if json:
@@ -105,4 +106,4 @@ def print_sweep_jobs(sweep: Sweep, after: Mapping[str, SubmittedRun | None], jso
     states = [job.status.state for job in submitted]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
     print(f"{sweep.name}: job {sweep.job}, {len(submitted)} runs: {counts}")
-    print(f"next: headway sweep {sweep.name}")
+    print(f"next: {command(root, 'sweep', sweep.name)}")

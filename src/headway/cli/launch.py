@@ -45,10 +45,9 @@ def launch(attempt: Attempt, *, detach: bool, json: bool, keep_name: bool = Fals
             print_json({"run": name, "agent": pid, "plan": planned})
         else:
             print(name)
-            print(
-                f"next: headway logs {name} --follow, headway report {name}, headway stop {name}",
-                file=sys.stderr,
-            )
+            run = attempt.folder
+            follow_ups = [run.command("logs", "--follow"), run.command("report"), run.command("stop")]
+            print(f"next: {', '.join(follow_ups)}", file=sys.stderr)
         return
     with open_view(attempt, quiet=json) as view:
         outcome = run_launcher(attempt, view.tick, view.report_storage)
@@ -65,8 +64,7 @@ def launch(attempt: Attempt, *, detach: bool, json: bool, keep_name: bool = Fals
         print_json(result | {"plan": planned})
     else:
         print(f"{name}: {outcome.state} at step {summary.step} of {total}: {outcome.reason}")
-        follow_up = f"headway resume {name}" if outcome.state == "stopped" else f"headway report {name}"
-        print(f"next: {follow_up}")
+        print(f"next: {attempt.folder.command('resume' if outcome.state == 'stopped' else 'report')}")
     sys.exit(outcome.exit_status)
 
 

@@ -60,7 +60,7 @@ def show_command(
         print_json(document)
         return
     print("\n".join(show_lines(named.model, document)))
-    print(next_line(what, named.kind))
+    print(next_line(runs_root(runs), what, named.kind))
 
 
 @app.command("diff")
@@ -85,7 +85,7 @@ def diff_command(
     if json:
         print_json(document)
     else:
-        print("\n".join(diff_lines(document)))
+        print("\n".join(diff_lines(runs_root(runs), document)))
     if not document["same"]:
         raise typer.Exit(1)
 

@@ -14,14 +14,15 @@ from headway.recipe import Model, Train
 from headway.recipe.rope import RotaryModel
 from headway.state.checkpoint_diff import TensorDifference
 from headway.state.weight_diff import tensor_mismatches
+from headway.track import command
 
 SHOWN = 12
 KINDS = {"folder": "a Hugging Face folder", "recipe": "a recipe", "run": "a run", "checkpoint": "a checkpoint"}
 NEXT = {
-    "folder": "headway checkpoint import {}",
-    "recipe": "headway plan {}",
-    "run": "headway checkpoint show {}",
-    "checkpoint": "headway checkpoint show {}",
+    "folder": "checkpoint import",
+    "recipe": "plan",
+    "run": "checkpoint show",
+    "checkpoint": "checkpoint show",
 }
 NOT_THE_MODEL = {"init", "layout", "class", "args"}
 """Keys of a model section that do not describe the decoder."""
@@ -169,9 +170,10 @@ def _template(template: Mapping[str, Any] | None) -> str:
     return start + (begins if len(begins) <= room else f"{begins[: room - 3]}...")
 
 
-def next_line(what: str, kind: str) -> str:
+def next_line(root: Path, what: str, kind: str) -> str:
     """Return a command to continue with."""
-    return f"next: {NEXT[kind].format(shlex.quote(what))}"
+    words = [NEXT[kind], shlex.quote(what)]
+    return f"next: {' '.join(['headway', *words]) if kind == 'recipe' else command(root, *words)}"
 
 
 # -- diff
@@ -218,7 +220,7 @@ def _by_part(values: Sequence[TensorDifference]) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def diff_lines(document: Mapping[str, Any]) -> Iterator[str]:
+def diff_lines(root: Path, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield the differences of two models as text."""
     a, b = document["models"]
     yield from _wrap(f"{a} and {b}: {_verdict(document)}")
@@ -240,15 +242,15 @@ def diff_lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield from _value_lines(document["values"])
     for note in document["notes"]:
         yield from _wrap(f"note: {note}")
-    yield _next_of_diff(document)
+    yield _next_of_diff(root, document)
 
 
-def _next_of_diff(document: Mapping[str, Any]) -> str:
+def _next_of_diff(root: Path, document: Mapping[str, Any]) -> str:
     """Suggest comparing values if both have weights; else showing the first model."""
     names = " ".join(shlex.quote(name) for name in document["models"])
     if document["values"] is None and document["tensors"]["both"] and all(document["has_weights"]):
-        return f"next: headway model diff {names} --weights"
-    return f"next: headway model show {shlex.quote(document['models'][0])}"
+        return f"next: {command(root, 'model diff', names, '--weights')}"
+    return f"next: {command(root, 'model show', shlex.quote(document['models'][0]))}"
 
 
 def _value_lines(values: Mapping[str, Mapping[str, Any]] | None) -> Iterator[str]:

@@ -1,10 +1,10 @@
-"""Formats `headway plan` as lines of at most 80 columns, readable without colour."""
+"""Formats `headway plan` as lines of at most 80 columns, fewer on a narrow terminal, readable without colour."""
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from headway.cli.text import byte_size, count
+from headway.cli.text import byte_size, columns, count
 from headway.plan.explain import Cell, ExplainTable
 from headway.plan.flops import parameters
 from headway.plan.goodput import WRITE_SHARE, Goodput, daly_interval, goodput
@@ -15,8 +15,6 @@ from headway.plan.settings import Settings
 from headway.plan.task import RUNNABLE
 from headway.recipe import Recipe
 
-WIDTH = 80
-BAR = 38
 GIB = 2**30
 DAY_S = 86400.0
 SHOWN = 5
@@ -126,10 +124,10 @@ def _rate(tokens_s: float) -> str:
 
 
 def wrapped(line: str, indent: int = 2) -> list[str]:
-    """Wrap a line at 80 columns with a hanging indent, but not at a `~`."""
-    if len(line) <= WIDTH:
+    """Wrap a line at the width of the terminal, at most 80 columns, with a hanging indent, but not at a `~`."""
+    if len(line) <= columns():
         return [line.replace("~", " ")]
-    parts = textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
+    parts = textwrap.wrap(line, columns(), subsequent_indent=" " * indent, break_on_hyphens=False)
     return [part.replace("~", " ") for part in parts]
 
 
@@ -178,8 +176,9 @@ def _goodput(plan: Plan, step_s: float, interval_s: float | None = None) -> Good
 def _plans(plan: Plan, runs: Mapping[int, RunForecast]) -> Iterator[str]:
     priced = plan.run.cost is not None
     heads = ["step", "tokens/s", "MFU", "mem GB", "run", "cost"][: 6 if priced else 5]
-    widths = [8, 10, 6, 8, 7, 9][: len(heads)]
-    room = WIDTH - 2 - sum(widths)
+    longest = max(len(_percent(candidate.estimate.mfu)) for candidate in plan.result.plans)
+    widths = [8, 10, max(6, 1 + longest), 8, 7, 9][: len(heads)]
+    room = columns() - 2 - sum(widths)
     yield f"  {'plan':<{room}}" + cells_of(heads, widths)
     for rank, candidate in enumerate(plan.result.plans):
         if rank >= SHOWN and not (candidate.runnable and candidate is plan.runnable):
@@ -233,18 +232,18 @@ def _in_blocks(settings: Settings) -> str:
 
 
 def _waterfall(plan: Plan) -> Iterator[str]:
-    step = plan.best.estimate.step
-    yield f"{'time of a step':<23}{'':>7}{_step(step.seconds):>9} |{'#' * BAR}|"
+    step, width = plan.best.estimate.step, columns() - 42
+    yield f"{'time of a step':<23}{'':>7}{_step(step.seconds):>9} |{'#' * width}|"
     before = 0.0
     for name, seconds in step.accounts.items():
         if seconds <= 1e-9 * step.seconds:
             continue
-        start, end = round(before / step.seconds * BAR), round((before + seconds) / step.seconds * BAR)
+        start, end = round(before / step.seconds * width), round((before + seconds) / step.seconds * width)
         bar = " " * start + "#" * (end - start)
         mark = "~" if plan.fidelity == "measured" and name in MODELLED else ""
         if start == end:
-            bar = " " * min(start, BAR - 1) + "."
-        yield f"  {name:<21}{_percent(seconds / step.seconds):>7}{mark + _step(seconds):>9} |{bar:<{BAR}}|"
+            bar = " " * min(start, width - 1) + "."
+        yield f"  {name:<21}{_percent(seconds / step.seconds):>7}{mark + _step(seconds):>9} |{bar:<{width}}|"
         before += seconds
     if plan.fidelity == "measured":
         yield "  ~ modelled; the other times are of kernels measured on this chip"
@@ -255,7 +254,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     parts = {name: getattr(memory, name) for name in LETTERS if name != "free"}
     parts["free"] = max(0.0, memory.capacity - memory.total)
     yield f"memory per device: {_gb(memory.total)} of {_gb(memory.capacity)} GB"
-    width, before, bar = WIDTH - 4, 0.0, ""
+    width, before, bar = columns() - 4, 0.0, ""
     for name, size in parts.items():
         before += size
         bar += LETTERS[name] * (round(before / memory.capacity * width) - len(bar))
@@ -425,8 +424,8 @@ def _grid(section: ExplainTable, texts: Sequence[Sequence[str]]) -> Iterator[str
     every = [section.columns, *texts]
     widths = [max(len(row[i]) for row in every) for i in range(len(section.columns))]
     numbers = [not isinstance(section.rows[0][i], str) for i in range(len(widths))]
-    gap = 2 if sum(widths) + 2 * len(widths) <= WIDTH else 1
-    widths[0] -= max(0, sum(widths) + gap * (len(widths) - 1) + 2 - WIDTH)
+    gap = 2 if sum(widths) + 2 * len(widths) <= columns() else 1
+    widths[0] -= max(0, sum(widths) + gap * (len(widths) - 1) + 2 - columns())
     for row in every:
         cells = (
             f"{text:>{width}}" if number else f"{cut(text, width):<{width}}"
@@ -441,28 +440,43 @@ def _story(section: ExplainTable, texts: Sequence[Sequence[str]], long: int) -> 
     names = max(len(row[0]) for row in texts) + 1
     for row in texts:
         head = f"  {row[0]:<{names}}{row[number]:>9}  "
-        yield from textwrap.wrap(head + row[long], WIDTH, subsequent_indent=" " * len(head)) or [head]
+        yield from textwrap.wrap(head + row[long], columns(), subsequent_indent=" " * len(head)) or [head]
 
 
 # -- sweeps
+
+
+SWEEP = {
+    "nodes": 7, "devices": 9, "step": 9, "tokens/s": 12, "scaling": 9, "MFU": 6, "run": 9, "device-h": 10, "cost": 9,
+}  # fmt: skip
+"""Columns of a sweep, and how wide each is."""
 
 
 def sweep_lines(points: Sequence[ScalingPoint], command: str) -> list[str]:
     """Return two lines per number of nodes: figures; then the plan and, if it fits, a bar of its efficiency."""
     plans = [point.plan for point in points if point.plan is not None]
     priced = any(plan.run.cost is not None for plan in plans)
-    heads = ["nodes", "devices", "step", "tokens/s", "scaling", "MFU", "run", "device-h", "cost"][: 9 if priced else 8]
-    widths = [7, 9, 9, 12, 9, 6, 9, 10, 9][: len(heads)]
-    lines = [cells_of(heads, widths)]
+    heads = _sweep_heads(priced)
+    lines = [cells_of(heads, [SWEEP[head] for head in heads])]
     if plans:
         cluster = plans[0].cluster
         title = f"{_work(plans[0])}, nodes~of~{cluster.per_node}~x~{cluster.chip.name.upper()}"
         lines = [*wrapped(title), "", *lines]
     for point in points:
-        lines += _sweep_point(points, point, widths)
+        lines += _sweep_point(points, point, heads)
     barred = any(_has_bar(_sweep_text(plan)) for plan in plans)
-    lines += ["", "scaling: tokens/s per device relative to the first line" + "; bars: share of the best" * barred]
+    bars = "; bars: share of the best" * barred
+    lines += ["", *wrapped(f"scaling: tokens/s per device relative to the first line{bars}")]
     return [*lines, *wrapped(f"next: {command} for the details of one", 6)]
+
+
+def _sweep_heads(priced: bool) -> list[str]:
+    """Return the columns of a sweep that fit the terminal."""
+    heads = [head for head in SWEEP if priced or head != "cost"]
+    for narrow in ("devices", "device-h", "MFU"):
+        if sum(SWEEP[head] for head in heads) > columns():
+            heads.remove(narrow)
+    return heads
 
 
 def _sweep_text(plan: Plan) -> str:
@@ -472,22 +486,31 @@ def _sweep_text(plan: Plan) -> str:
 
 def _has_bar(text: str) -> bool:
     """Whether a plan's text leaves room for a bar."""
-    return len(text) <= WIDTH - 13
+    return len(text) <= columns() - 13
 
 
-def _sweep_point(points: Sequence[ScalingPoint], point: ScalingPoint, widths: Sequence[int]) -> Iterator[str]:
-    head = cells_of([f"{point.nodes:,}", f"{point.devices:,}"], widths[:2])
+def _sweep_point(points: Sequence[ScalingPoint], point: ScalingPoint, heads: Sequence[str]) -> Iterator[str]:
     share = efficiency(points, point)
     if point.plan is None or share is None:
-        yield from wrapped(f"{head}   {point.reason}", sum(widths[:2]) + 3)
+        sizes = cells_of([f"{point.nodes:,}", f"{point.devices:,}"], [SWEEP["nodes"], SWEEP["devices"]])
+        yield from wrapped(f"{sizes}   {point.reason}", len(sizes) + 3)
         return
     best, run = point.plan.best.estimate, point.plan.run
-    cells = [_step(best.step.seconds), _rate(best.tokens_s), _percent(share), _percent(best.mfu), span(run.seconds)]
-    cells += [count(run.device_hours), _money(run.cost)]
-    yield head + cells_of(cells[: len(widths) - 2], widths[2:])
+    cells = {
+        "nodes": f"{point.nodes:,}",
+        "devices": f"{point.devices:,}",
+        "step": _step(best.step.seconds),
+        "tokens/s": _rate(best.tokens_s),
+        "scaling": _percent(share),
+        "MFU": _percent(best.mfu),
+        "run": span(run.seconds),
+        "device-h": count(run.device_hours),
+        "cost": _money(run.cost),
+    }
+    yield cells_of([cells[head] for head in heads], [SWEEP[head] for head in heads])
     text = _sweep_text(point.plan)
     if _has_bar(text):
         most = max(efficiency(points, other) or 0.0 for other in points)
-        yield f"{text:<{WIDTH - 12}}|{'#' * round(share / most * 10):<10}|"
+        yield f"{text:<{columns() - 12}}|{'#' * round(share / most * 10):<10}|"
     else:
         yield from wrapped(text, 9)

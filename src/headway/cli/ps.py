@@ -1,12 +1,13 @@
 """`headway ps`: lists the active runs of this machine and their processes."""
 
 import time
+from pathlib import Path
 from textwrap import wrap
 
 from headway.agent.live_runs import LiveRun, list_live_runs
 from headway.cli.options import Json
 from headway.cli.text import columns, duration, print_json
-from headway.track import RunSummary, summarize
+from headway.track import RunSummary, command, summarize
 
 
 def ps(json: Json = False) -> None:
@@ -19,7 +20,9 @@ def ps(json: Json = False) -> None:
         print("next: headway train RECIPE")
     else:
         print("\n".join(_table(active)))
-        print("next: headway stacks RUN, headway stop RUN")
+        roots = {live.run.path.parent for live, _ in active}
+        root = roots.pop() if len(roots) == 1 else Path("DIR")
+        print(f"next: {command(root, 'stacks RUN')}, {command(root, 'stop RUN')}")
 
 
 def _table(active: list[tuple[LiveRun, RunSummary]]) -> list[str]:

@@ -51,7 +51,7 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
         peak = _facts(records).get("peak_source") or "the device's peak"
         warnings = [] if divergence is None else [f"warning: {divergence.text}"]
         below = [*warnings, *_unreadable(records), *_corruption(replicas)]
-        print("\n".join(_text(summarize(folder), ledger, check, exact, str(peak), below)))
+        print("\n".join(_text(folder, summarize(folder), ledger, check, exact, str(peak), below)))
 
 
 class _PlanCheck(NamedTuple):
@@ -70,6 +70,7 @@ class _PlanCheck(NamedTuple):
 
 
 def _text(
+    folder: RunFolder,
     summary: RunSummary,
     ledger: Ledger,
     check: _PlanCheck | None,
@@ -89,8 +90,8 @@ def _text(
         lines.append(f"       digest {exact['digest']} at step {exact['digest_step']}")
     if len(ledger.attempts) > 1:
         lines += ["attempts:", *(_attempt(attempt) for attempt in ledger.attempts)]
-    lines.append(f"next: headway metrics {summary.name} --key loss")
-    return [part for line in lines for part in _wrap(line)]
+    wrapped = [part for line in lines for part in _wrap(line)]
+    return [*wrapped, f"next: {folder.command('metrics', '--key loss')}"]
 
 
 def _unreadable(records: list[Record]) -> list[str]:

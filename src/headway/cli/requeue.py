@@ -9,7 +9,7 @@ from headway.cli.options import Json, RunOrSweep, Runs
 from headway.cli.text import print_json
 from headway.cluster.submit import runs as submit
 from headway.cluster.submit.sweeps import requeue_sweep
-from headway.track import find_run, runs_root
+from headway.track import command, find_run, runs_root
 
 
 def requeue(
@@ -27,11 +27,11 @@ def requeue(
     root = runs_root(runs)
     sweep = sweep_named(root, run)
     if sweep is not None:
-        print_sweep_jobs(sweep, requeue_sweep(root, sweep, tuple(avoid or ())), json)
+        print_sweep_jobs(root, sweep, requeue_sweep(root, sweep, tuple(avoid or ())), json)
         return
     after = submit.requeue(root, find_run(root, run), tuple(avoid or ()))
     if json:
         print_json(as_document(after))
         return
     print(f"{after.run.name}: job {after.submission.job} is {after.status.state}")
-    print(f"next: headway jobs, headway logs {after.run.name} --follow")
+    print(f"next: {command(root, 'jobs')}, {after.run.command('logs', '--follow')}")

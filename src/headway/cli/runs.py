@@ -8,7 +8,7 @@ from textwrap import wrap
 from headway.cli.options import Json, Runs
 from headway.cli.run_sync import is_elsewhere
 from headway.cli.text import columns, duration, plural, print_json
-from headway.track import FAILED, RunFolder, RunSummary, list_runs, runs_root, summarize
+from headway.track import FAILED, RunFolder, RunSummary, command, list_runs, runs_root, summarize
 
 COLUMNS = {"run": 3, "state": 11, "step": 9, "loss": 7, "on": 6, "started": 11, "took": 8}
 """Columns, and how wide each is at least."""
@@ -25,13 +25,17 @@ def runs(runs: Runs = None, json: Json = False) -> None:
     if json:
         print_json([asdict(summary) for summary in summaries])
     elif not summaries:
-        print("\n".join([f"no runs in {root}", *_set_aside(root), "next: headway train RECIPE"]))
+        print("\n".join([f"no runs in {root}", *_set_aside(root), f"next: {command(root, 'train RECIPE')}"]))
     else:
         print("\n".join(_table(summaries)))
-        print("\n".join([*_outdated(folders, summaries), *_set_aside(root), "next: headway report last"]))
+        print(
+            "\n".join(
+                [*_outdated(root, folders, summaries), *_set_aside(root), f"next: {command(root, 'report last')}"]
+            )
+        )
 
 
-def _outdated(folders: list[RunFolder], summaries: list[RunSummary]) -> list[str]:
+def _outdated(root: Path, folders: list[RunFolder], summaries: list[RunSummary]) -> list[str]:
     """Return a note if machines that do not share this folder may be further on."""
     names = [
         run.name
@@ -42,7 +46,7 @@ def _outdated(folders: list[RunFolder], summaries: list[RunSummary]) -> list[str
         return []
     what = f"{names[0]} is" if len(names) == 1 else f"{len(names)} runs are"
     which = names[0] if len(names) == 1 else "RUN"
-    text = f"note: {what} on other machines and may be further on: headway fetch {which}"
+    text = f"note: {what} on other machines and may be further on: {command(root, 'fetch', which)}"
     return wrap(text, columns(), subsequent_indent="  ")
 
 
@@ -51,7 +55,7 @@ def _set_aside(root: Path) -> list[str]:
     count = len(list_runs(root / FAILED))
     if not count:
         return []
-    text = f"note: {plural(count, 'run')} failed before the first step: headway runs --runs {root / FAILED}"
+    text = f"note: {plural(count, 'run')} failed before the first step: {command(root / FAILED, 'runs')}"
     return wrap(text, columns(), subsequent_indent="  ", break_long_words=False)
 
 

@@ -18,7 +18,7 @@ from headway.agent.supervise.stack_dumps import (
     short_path,
 )
 from headway.cli.options import Json, Run, Runs
-from headway.cli.text import print_json
+from headway.cli.text import columns, print_json
 from headway.errors import RunError, UsageError
 from headway.track import (
     Header,
@@ -32,7 +32,6 @@ from headway.track import (
     runs_root,
 )
 
-WIDTH = 80
 WAIT_S = 2.0
 """Longer than the agent waits: a busy worker answers once its step allows."""
 
@@ -87,7 +86,7 @@ def _chosen(run: RunFolder, workers: dict[int, int], rank: int | None) -> dict[i
     """Return the selected workers."""
     if not workers:
         raise RunError(
-            f"run {run.name} has no workers right now", hint=f"it is starting or ending: headway logs {run.name}"
+            f"run {run.name} has no workers right now", hint=f"it is starting or ending: {run.command('logs')}"
         )
     if rank is not None and rank not in workers:
         ranks = ", ".join(str(number) for number in sorted(workers))
@@ -105,7 +104,7 @@ def _screen(run: RunFolder, attempt: int, dump: StackDump) -> list[str]:
         lines += [part for line in shared for part in _wrap(f"all ranks: {line}", "  ")]
     file = "not written: no space or no permission" if dump.path is None else str(dump.path)
     lines += [f"attempt {attempt}, all threads: {file}"]
-    return [*lines, f"next: headway logs {run.name}"]
+    return [*lines, f"next: {run.command('logs')}"]
 
 
 def _worker(seen: WorkerStack, known: list[str]) -> list[str]:
@@ -113,7 +112,7 @@ def _worker(seen: WorkerStack, known: list[str]) -> list[str]:
     waits = f" in {seen.waits}" if seen.waits else ""
     heading = f"rank {seen.rank}  process {seen.pid}  {describe_state(seen)}{waits}  {seen.cpu_s:.1f} s CPU"
     line, collective = describe_location(seen), describe_collective(seen)
-    if len(heading) + 2 + len(line) <= WIDTH:
+    if len(heading) + 2 + len(line) <= columns():
         heading, line = f"{heading}  {line}".rstrip(), ""
     lines = [heading, *_wrap(line, "  "), *_table(seen.frames)]
     lines += _wrap(f"collective: {collective}", "  ") if collective else []
@@ -123,7 +122,7 @@ def _worker(seen: WorkerStack, known: list[str]) -> list[str]:
 def _table(frames: tuple[Frame, ...]) -> list[str]:
     """Return one line per frame, innermost first: function, and as much of file and line as fits."""
     width = min(28, max((len(frame.function) for frame in frames), default=0))
-    room = WIDTH - width - 6
+    room = columns() - width - 6
     rows = []
     for frame in frames:
         location = f"{short_path(frame.file)}:{frame.line}"
@@ -134,4 +133,4 @@ def _table(frames: tuple[Frame, ...]) -> list[str]:
 
 
 def _wrap(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.wrap(text, columns(), initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

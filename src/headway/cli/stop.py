@@ -38,7 +38,7 @@ def stop(
         if time.monotonic() > deadline:
             raise RunError(
                 f"run {folder.path.name} did not end within {timeout_s:g} s",
-                hint=f"headway stop {folder.path.name} --now stops it without saving",
+                hint=f"{folder.command('stop', '--now')} stops it without saving",
             )
         time.sleep(0.05)
     summary = summarize(folder)
@@ -46,4 +46,4 @@ def stop(
         print_json({"run": folder.path.name, "state": summary.state, "step": summary.step})
     else:
         print(f"{folder.path.name}: {summary.state} at step {summary.step}: {summary.reason}")
-        print(f"next: headway resume {folder.path.name}")
+        print(f"next: {folder.command('resume')}")

@@ -10,7 +10,7 @@ from headway.cli.text import print_json
 from headway.cluster.submit import runs as submitting
 from headway.hardware import parse_on
 from headway.recipe import load_recipe
-from headway.track import runs_root
+from headway.track import command, runs_root
 
 
 def submit(
@@ -48,4 +48,5 @@ def submit(
         print_json({"run": run, "engine": engine, "job": submission.job, "on": cluster.name})
         return
     print(f"{run}: job {submission.job} of {engine}")
-    print(f"next: headway jobs, headway logs {run} --follow, headway cancel {run}")
+    follow_ups = [command(root, words) for words in ("jobs", f"logs {run} --follow", f"cancel {run}")]
+    print(f"next: {', '.join(follow_ups)}")

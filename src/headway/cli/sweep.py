@@ -24,7 +24,7 @@ from headway.cluster.submit.sweeps import (
 )
 from headway.errors import INTERRUPTED, UsageError
 from headway.hardware import parse_on
-from headway.track import runs_root
+from headway.track import command, runs_root
 
 
 def sweep(
@@ -70,7 +70,7 @@ def sweep(
     with Counting(f"{request.name}: uploading runs") as counting:
         submitted, new = start_sweep(request, root, counting.show)
     if detach:
-        _print_submitted(submitted, json)
+        _print_submitted(root, submitted, json)
         return
     sys.exit(_wait(root, submitted, new, json))
 
@@ -101,13 +101,13 @@ def _show(root: Path, ref: str | None, json: bool) -> None:
         )
         return
     if Path(ref).suffix == ".toml":
-        raise UsageError("nothing to sweep over", hint=f"headway sweep {ref} --grid train.lr=1e-4,3e-4")
+        raise UsageError("nothing to sweep over", hint=command(root, "sweep", ref, "--grid train.lr=1e-4,3e-4"))
     sweep = find_sweep(root, ref)
     with Counting(f"{sweep.name}: syncing records") as counting:
         records = SweepSync(root, sweep, counting.show)
         outcome = sweep_results(root, sweep, records)
     _warn_if_outdated(records)
-    print_json(document(sweep, outcome, records.trouble)) if json else print("\n".join(table(sweep, outcome)))
+    print_json(document(sweep, outcome, records.trouble)) if json else print("\n".join(table(root, sweep, outcome)))
 
 
 def _describe(request: SweepRequest, root: Path, json: bool) -> None:
@@ -122,14 +122,15 @@ def _describe(request: SweepRequest, root: Path, json: bool) -> None:
     print(text, end="")
 
 
-def _print_submitted(sweep: Sweep, json: bool) -> None:
+def _print_submitted(root: Path, sweep: Sweep, json: bool) -> None:
     """Print that a sweep was submitted."""
     if json:
         fields = {"sweep": sweep.name, "engine": sweep.engine, "job": sweep.job, "on": sweep.on}
         print_json(fields | {"runs": [point.run for point in sweep.points]})
         return
     print(f"{sweep.name}: {len(sweep.points)} runs, job {sweep.job} of {sweep.engine}")
-    print(f"next: headway sweep {sweep.name}, headway jobs, headway cancel {sweep.name}")
+    follow_ups = [command(root, words) for words in (f"sweep {sweep.name}", "jobs", f"cancel {sweep.name}")]
+    print(f"next: {', '.join(follow_ups)}")
 
 
 def _wait(root: Path, sweep: Sweep, new: bool, json: bool) -> int:
@@ -148,11 +149,12 @@ def _wait(root: Path, sweep: Sweep, new: bool, json: bool) -> int:
     except KeyboardInterrupt:
         progress.end()
         print("stopped waiting; the runs continue", file=sys.stderr)
-        print(f"next: headway sweep {sweep.name}, headway cancel {sweep.name}", file=sys.stderr)
+        follow_ups = [command(root, verb, sweep.name) for verb in ("sweep", "cancel")]
+        print(f"next: {', '.join(follow_ups)}", file=sys.stderr)
         return INTERRUPTED
     progress.end()
     _warn_if_outdated(records)
-    print_json(document(sweep, outcome, records.trouble)) if json else print("\n".join(table(sweep, outcome)))
+    print_json(document(sweep, outcome, records.trouble)) if json else print("\n".join(table(root, sweep, outcome)))
     return 1 if any(row.state != "finished" for row in outcome) else 0
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from headway.cli.text import duration
+from headway.cli.text import columns, duration
 from headway.cluster.submit.sweep_results import SweepResult, best, ranked_by
 from headway.cluster.submit.sweeps import Sweep
+from headway.track import command
 
-WIDTH = 80
 EVERY_S = 10.0
 """Between lines where no terminal lets one overwrite the other."""
 
@@ -38,7 +38,7 @@ class Counting:
         """Show how many are done."""
         if time.monotonic() < self._next:
             return
-        line = f"{self._what}: {done} of {number}"[: WIDTH - 1]
+        line = f"{self._what}: {done} of {number}"[: columns() - 1]
         before, after = ("\r\x1b[K", "") if self._terminal else ("", "\n")
         print(f"{before}{line}", end=after, file=sys.stderr, flush=True)
         self._next, self._shown = time.monotonic() + (0.1 if self._terminal else EVERY_S), True
@@ -74,9 +74,9 @@ class SweepProgress:
         counts, self._counting = Counter(row.state for row in rows), None
         line = f"{self._sweep.name}: {_counted(counts, len(rows))}{_steps(rows)}"
         if self._terminal:
-            print(f"\r\x1b[K{line[: WIDTH - 1]}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{line[: columns() - 1]}", end="", file=sys.stderr, flush=True)
         elif line != self._line and (counts != self._counts or time.monotonic() > self._printed_s + EVERY_S):
-            self.say(line[:WIDTH])
+            self.say(line[: columns()])
             self._printed_s, self._line = time.monotonic(), line
         self._counts = counts
 
@@ -99,13 +99,13 @@ def _steps(rows: Sequence[SweepResult]) -> str:
     return f"; step {least.step} of {least.total_steps}"
 
 
-def table(sweep: Sweep, rows: Sequence[SweepResult]) -> list[str]:
+def table(root: Path, sweep: Sweep, rows: Sequence[SweepResult]) -> list[str]:
     """Return one line per run, best first and marked; wide settings come on a separate line."""
     winner = best(rows)
-    columns = _columns(rows)
+    figures = _figures(rows)
     settings = {name: [row.settings[key] for row in rows] for key, name in sweep.keys.items()}
-    wide = 2 + sum(2 + max(map(len, [name, *values])) for name, values in (settings | columns).items()) > WIDTH
-    lines = _aligned(columns if wide else settings | columns, left=() if wide else tuple(settings))
+    wide = 2 + sum(2 + max(map(len, [name, *values])) for name, values in (settings | figures).items()) > columns()
+    lines = _aligned(figures if wide else settings | figures, left=() if wide else tuple(settings))
     marked = [
         lines[0],
         *(f"{'*' if row is winner else ' '}{line[1:]}" for row, line in zip(rows, lines[1:], strict=True)),
@@ -117,14 +117,14 @@ def table(sweep: Sweep, rows: Sequence[SweepResult]) -> list[str]:
         ]
     by = {"eval_loss": "eval loss", "loss": "loss of the last step"}[ranked_by(rows)]
     verdict = [f"* the best by {by}: {winner.run}"] if winner else ["no run has finished"]
-    return [*marked, *verdict, *_reasons(rows), _next(sweep, rows, winner)]
+    return [*marked, *verdict, *_reasons(rows), _next(root, sweep, rows, winner)]
 
 
-def _columns(rows: Sequence[SweepResult]) -> dict[str, list[str]]:
-    columns = {"loss": [_loss(row.loss) for row in rows]}
+def _figures(rows: Sequence[SweepResult]) -> dict[str, list[str]]:
+    figures = {"loss": [_loss(row.loss) for row in rows]}
     if any(row.eval_loss is not None for row in rows):
-        columns["eval loss"] = [_loss(row.eval_loss) for row in rows]
-    return columns | {
+        figures["eval loss"] = [_loss(row.eval_loss) for row in rows]
+    return figures | {
         "step": [f"{row.step}/{row.total_steps}" if row.total_steps else str(row.step) for row in rows],
         "took": [duration(row.seconds) for row in rows],
         "state": [row.state for row in rows],
@@ -135,24 +135,24 @@ def _loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
 
 
-def _aligned(columns: dict[str, list[str]], left: tuple[str, ...]) -> list[str]:
+def _aligned(cells_by_name: dict[str, list[str]], left: tuple[str, ...]) -> list[str]:
     """Return aligned columns; numbers are right-aligned."""
-    widths = {name: max(map(len, [name, *values])) for name, values in columns.items()}
+    widths = {name: max(map(len, [name, *values])) for name, values in cells_by_name.items()}
     to_left = {*left, "state"}
 
     def line(cells: Sequence[str]) -> str:
         cells = [
             f"{cell:{widths[name]}}" if name in to_left else f"{cell:>{widths[name]}}"
-            for name, cell in zip(columns, cells, strict=True)
+            for name, cell in zip(cells_by_name, cells, strict=True)
         ]
         return f"  {'  '.join(cells)}".rstrip()
 
-    return [line(list(columns)), *(line(cells) for cells in zip(*columns.values(), strict=True))]
+    return [line(list(cells_by_name)), *(line(cells) for cells in zip(*cells_by_name.values(), strict=True))]
 
 
 def _under(sweep: Sweep, row: SweepResult) -> str:
     text = "    " + " ".join(f"{sweep.keys[key]}={value}" for key, value in row.settings.items())
-    return text if len(text) <= WIDTH else text[: WIDTH - 3] + "..."
+    return text if len(text) <= columns() else text[: columns() - 3] + "..."
 
 
 def _reasons(rows: Sequence[SweepResult]) -> list[str]:
@@ -165,17 +165,19 @@ def _reasons(rows: Sequence[SweepResult]) -> list[str]:
     for (state, reason), runs in alike.items():
         more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
         text = f"{runs[0]}{more}: {state}: {reason}"
-        lines.append(text if len(text) <= WIDTH else text[: WIDTH - 3] + "...")
+        lines.append(text if len(text) <= columns() else text[: columns() - 3] + "...")
     return lines
 
 
-def _next(sweep: Sweep, rows: Sequence[SweepResult], winner: SweepResult | None) -> str:
+def _next(root: Path, sweep: Sweep, rows: Sequence[SweepResult], winner: SweepResult | None) -> str:
     failed = next((row.run for row in rows if row.state in ("failed", "impossible")), None)
     if any(not row.over for row in rows):
-        return f"next: headway sweep {sweep.name}, headway cancel {sweep.name}"
-    if failed:
-        return f"next: headway logs {failed}, headway requeue {failed}"
-    return f"next: headway report {winner.run}" if winner else f"next: headway logs {rows[0].run}"
+        follow_ups = [f"sweep {sweep.name}", f"cancel {sweep.name}"]
+    elif failed:
+        follow_ups = [f"logs {failed}", f"requeue {failed}"]
+    else:
+        follow_ups = [f"report {winner.run}" if winner else f"logs {rows[0].run}"]
+    return f"next: {', '.join(command(root, words) for words in follow_ups)}"
 
 
 def document(sweep: Sweep, rows: Sequence[SweepResult], old: str = "") -> dict[str, object]:
@@ -189,12 +191,12 @@ def document(sweep: Sweep, rows: Sequence[SweepResult], old: str = "") -> dict[s
 def sweep_lines(root: Path, sweeps: Sequence[Sweep]) -> list[str]:
     """Return one line per sweep."""
     if not sweeps:
-        return [f"no sweeps in {root}", "next: headway sweep RECIPE --grid train.lr=1e-4,3e-4"]
+        return [f"no sweeps in {root}", f"next: {command(root, 'sweep RECIPE --grid train.lr=1e-4,3e-4')}"]
     width = max(len("sweep"), *(len(sweep.name) for sweep in sweeps))
     head = f"{'sweep':{width}}  {'runs':>4}  {'engine':10}  {'submitted':11}  keys"
     rows = [
         f"{sweep.name:{width}}  {len(sweep.points):>4}  {sweep.engine:10}  "
-        f"{time.strftime('%m-%d %H:%M', time.localtime(sweep.time)):11}  {', '.join(sweep.keys)}"[:WIDTH]
+        f"{time.strftime('%m-%d %H:%M', time.localtime(sweep.time)):11}  {', '.join(sweep.keys)}"[: columns()]
         for sweep in sweeps
     ]
-    return [head, *rows, f"next: headway sweep {sweeps[0].name}"]
+    return [head, *rows, f"next: {command(root, 'sweep', sweeps[0].name)}"]

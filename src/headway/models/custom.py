@@ -9,6 +9,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,6 @@ from headway.errors import ModelError
 from headway.recipe import Model
 
 NO_VALUES = "its constructor must not read values of tensors (.item(), .numpy(), if), nor name a device"
-IN_THIS_FOLDER = "PYTHONPATH=. headway train ... finds modules in this folder; others must be installed"
 
 
 def load_class(spec: str) -> type[nn.Module]:
@@ -152,4 +152,8 @@ def _near_modules(missing: str) -> str:
     near = difflib.get_close_matches(name, [module.name for module in pkgutil.iter_modules(path)], n=3)
     if package:
         return f"{package} has {', '.join(near)}" if near else f"look for {name} in {package}"
-    return f"did you mean {' or '.join(near)}? {IN_THIS_FOLDER}" if near else IN_THIS_FOLDER
+    here = next((file for file in (Path(f"{name}.py"), Path(name)) if file.exists()), None)
+    if here is not None:  # workers import what is on PYTHONPATH, not what is in the current folder
+        return f"{here} is in this folder: put PYTHONPATH=. before the command"
+    question = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{question}install the package that has {name}, or add its folder to PYTHONPATH"

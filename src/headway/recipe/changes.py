@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from headway.errors import RecipeError
@@ -71,15 +72,26 @@ def _with_defaults(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_copy(update={"model": model, "parallel": recipe.parallel or Parallel()}).model_dump()
 
 
-def check_resumable(old: Recipe, new: Recipe, run: str = "RUN") -> dict[str, tuple[Any, Any]]:
-    """Return the changes; raise RecipeError for the first that resuming `run` does not allow."""
+def check_resumable(
+    old: Recipe,
+    new: Recipe,
+    run: str = "RUN",
+    reached: int = 0,
+    train_command: Callable[[str], str] = "headway train {}".format,
+) -> dict[str, tuple[Any, Any]]:
+    """Return the changes; raise RecipeError for the first that resuming `run` does not allow.
+
+    The hint is a `train_command` that starts another run: with more steps if this one has `reached` its last.
+    """
     changed = changed_keys(old, new)
     refused = [key for key in changed if not _is_changeable(key)]
     if refused:
         key, (old_value, new_value) = refused[0], changed[refused[0]]
+        steps = 2 * reached if reached and reached >= new.train.steps else None
         raise RecipeError(
             f"{key} cannot change when a run is resumed (is {old_value!r}, requested {new_value!r})",
-            hint=f"{_new_run(key, new_value, run)}; {_INSTEAD.get(key, '')}headway resume --help lists what may change",
+            hint=f"{_new_run(key, new_value, run, steps, train_command)}; "
+            f"{_INSTEAD.get(key, '')}headway resume --help lists what may change",
         )
     return changed
 
@@ -95,18 +107,20 @@ def _is_changeable(key: str) -> bool:
     return _ANY_DATA_SET.sub("data.mixture.*.", key) in CHANGEABLE
 
 
-def _new_run(key: str, value: Any, run: str) -> str:
+def _new_run(key: str, value: Any, run: str, steps: int | None, train_command: Callable[[str], str]) -> str:
     """Return the command that trains with a value that resuming refuses, and that is not itself refused."""
+    more = "" if steps is None else f" --set train.steps={steps}"
     text = "" if value is None else json.dumps(value)
     setting = f"--set {key}={text.strip(chr(34)) if isinstance(value, str) else text}"
     if isinstance(value, dict | list | tuple):
         setting = f"--set {key}=..."
     if key.startswith("model."):
-        return f"another model is another run: headway train RECIPE {setting}"
+        return f"another model is another run: {train_command(f'RECIPE {setting}')}"
     if key in ("train.optimizer", "train.freeze"):  # the optimizer's state would not fit
-        return f"headway train RECIPE --set model.init={run} {setting} starts a new run from its weights"
+        return f"{train_command(f'RECIPE --set model.init={run} {setting}')} starts a new run from its weights"
     if key.startswith("data.") and key.endswith("version"):
-        return f"headway train --from {run} {setting} --set data.path=FOLDER starts a new run on other data"
+        branch = train_command(f"--from {run} {setting} --set data.path=FOLDER{more}")
+        return f"{branch} starts a new run on other data"
     if key == "name":
-        return f"headway train --from {run} --name NAME starts a new run"
-    return f"headway train --from {run} {setting} starts a new run"
+        return f"{train_command(f'--from {run} --name NAME{more}')} starts a new run"
+    return f"{train_command(f'--from {run} {setting}{more}')} starts a new run"

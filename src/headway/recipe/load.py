@@ -135,9 +135,7 @@ def _read_file(file: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dic
     try:
         local = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RecipeError(
-            f"{file}: no such recipe", hint="headway recipe ls lists those of Headway, recipe cp copies one"
-        ) from None
+        raise RecipeError(f"{file}: no such recipe", hint=_near_files(file)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{file}: not valid TOML: {error}") from None
     except OSError as error:
@@ -151,6 +149,19 @@ def _read_file(file: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dic
         _drop_other_data(values, local)
     _merge(values, local, origins, str(file))
     return values, origins
+
+
+def _near_files(file: Path) -> str:
+    """Return a hint with recipes of similar names: beside the missing file, else those that come with Headway."""
+    beside = difflib.get_close_matches(file.stem, [path.stem for path in file.parent.glob("*.toml")], n=3)
+    if beside:
+        return f"did you mean {' or '.join(str(file.with_name(f'{stem}.toml')) for stem in beside)}?"
+    from headway.recipe.shipped import shipped_files  # only needed for errors
+
+    shipped = difflib.get_close_matches(file.stem, [entry.name for entry in shipped_files()], n=1)
+    if shipped:
+        return f"did you mean {shipped[0]}? headway recipe cp {shipped[0]} copies it here"
+    return "headway recipe ls lists those of Headway, recipe cp copies one"
 
 
 def _drop_other_data(values: dict[str, Any], local: Mapping[str, Any]) -> None:
@@ -265,6 +276,8 @@ def _explain(
         if origin.startswith(f"--set {key}="):
             return RecipeError(f"{origin}: {key} has no default", hint=f"--set {key}=VALUE")
         return RecipeError(f"{origin}: {key} is missing", hint=f"set it in the file or with --set {key}=...")
+    if first["type"] == "needs_setting":
+        return RecipeError(f"{origin}: {key}: {first['msg']}", hint=f"add {first['ctx']['hint']}")
     if first["type"] == "value_error":
         return RecipeError(f"{origin}: {key}: {what_is_wrong(first)}")
     allowed = _allowed(key)

@@ -159,14 +159,26 @@ class Train(Section):
             derived |= {"momentum": 0.95}
         return _renamed(values | {key: value for key, value in derived.items() if values.get(key) is None})
 
+    def _shorter(self, *keys: str) -> str:
+        """Return the options that shorten parts of the schedule to what they are by default for this many steps."""
+        tenth = self.steps // 10
+        lengths = {"warmup_steps": min(100, tenth), "decay_steps": max(1, tenth)}
+        return " ".join(f"--set train.{key}={lengths[key]}" for key in keys)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than steps ({self.steps}): set both")
+            wrong = f"warmup_steps ({self.warmup_steps}) must be less than steps ({self.steps})"
+            raise PydanticCustomError(
+                "needs_setting", "{wrong}", {"wrong": wrong, "hint": self._shorter("warmup_steps")}
+            )
         if self.decay_steps is not None and self.warmup_steps + self.decay_steps > self.steps:
-            raise ValueError(
+            wrong = (
                 f"warmup_steps ({self.warmup_steps}) plus decay_steps ({self.decay_steps}) exceed steps ({self.steps})"
             )
+            fits = self.warmup_steps + max(1, self.steps // 10) <= self.steps
+            hint = self._shorter("decay_steps") if fits else self._shorter("warmup_steps", "decay_steps")
+            raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
         for key, applies, choice in self._conditional_keys():
             if not applies and getattr(self, key) != type(self).model_fields[key].default:
                 raise PydanticCustomError("at_key", "train.{key} has no effect with {of}", {"key": key, "of": choice})

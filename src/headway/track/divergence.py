@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 WINDOW = 16
 """A level is the median of so many losses: spikes of up to half as many steps do not move it."""
-FIRST = 3
-"""The level before training is the median of the first losses."""
+FIRST_RISE = 3.0
+"""A level is high above the first loss, that of the weights before any update, by FACTOR and by this much: a loss may
+explode before a level is known, and one batch is noisy (fine-tuning begins low, its batches differ by two or so)."""
 FACTOR, RISE, SPREADS = 1.5, 0.5, 3.0
 """A level is high above the best one by this factor, by this much, and by so many spreads of the losses there: the
 medians of a noisy but steady loss range over less (the largest of 20,000 is two spreads above the smallest)."""
@@ -31,7 +32,7 @@ class Divergence:
         """It in one sentence."""
         return (
             f"the loss diverges: about {self.level:.4g} up to step {self.step}, {self.best:.4g} at best; "
-            "lower train.lr, or raise train.warmup_steps"
+            "lower train.lr, raise train.warmup_steps, or lower train.clip"
         )
 
 
@@ -42,6 +43,7 @@ class LossMonitor:
     is_high: bool = False
     """Whether the loss is high now."""
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _first: float | None = None
     _best: float = math.inf
     _spread: float = 0.0
 
@@ -50,15 +52,17 @@ class LossMonitor:
         if loss is None or not math.isfinite(loss):
             return None
         self._recent.append(loss)
-        if math.isinf(self._best) and len(self._recent) == FIRST:
-            self._best = statistics.median_low(self._recent)
-            self._spread = self._best / SPREADS  # of three losses not known: twice as high is high
+        if self._first is None:
+            self._first = loss
         if len(self._recent) < WINDOW:
             return None
-        level, best = statistics.median_low(self._recent), self._best
-        was_high = self.is_high
-        self.is_high = level > best + max((FACTOR - 1) * abs(best), RISE, SPREADS * self._spread)
-        if level <= best:
+        level, was_high = statistics.median_low(self._recent), self.is_high
+        best = min(self._first, self._best)
+        limit = self._first + max((FACTOR - 1) * abs(self._first), FIRST_RISE)
+        if math.isfinite(self._best):
+            limit = min(limit, self._best + max((FACTOR - 1) * abs(self._best), RISE, SPREADS * self._spread))
+        self.is_high = level > limit
+        if not self.is_high and level <= self._best:
             self._best = level
             self._spread = 1.4826 * statistics.median_low(abs(value - level) for value in self._recent)
         return Divergence(step, level, best) if self.is_high and not was_high else None

@@ -16,6 +16,7 @@ import itertools
 import os
 import re
 import secrets
+import shlex
 import socket
 import time
 from collections.abc import Iterator
@@ -100,6 +101,18 @@ class RunFolder:
     rendezvous = _PathInRun("rendezvous")
     """Rendezvous files of its workers."""
 
+    def command(self, verb: str, *words: str) -> str:
+        """Return the command of a verb about this run, to be copied from the terminal."""
+        if self.path.parent.name == FAILED:
+            return command(self.path.parent.parent, verb, f"{FAILED}/{self.name}", *words)
+        return command(self.path.parent, verb, self.name, *words)
+
+
+def command(root: Path, *words: str) -> str:
+    """Return a headway command to print, with --runs unless a shell here finds this folder of runs without it."""
+    found_anyway = root.absolute() == runs_root().absolute()
+    return " ".join(["headway", *words, *([] if found_anyway else ["--runs", shlex.quote(str(root))])])
+
 
 def run_id(run: RunFolder) -> str:
     """Return a run's unique id, which stays the same in copies of its folder; created on first use."""
@@ -150,9 +163,9 @@ def _taken_hint(run: RunFolder) -> str:
     state = summarize(run).state if run.events.is_dir() else None
     waiting = (run.path / "jobs.jsonl").exists()  # an engine will start it
     if state in ("stopped", "failed") or (state == "interrupted" and not waiting):
-        return f"choose another name, or `headway resume {run.name}`"
+        return f"choose another name, or `{run.command('resume')}`"
     if state == "running":
-        return f"choose another name, or `headway stop {run.name}` first"
+        return f"choose another name, or `{run.command('stop')}` first"
     return "choose another name"
 
 
@@ -184,8 +197,9 @@ def find_run(root: Path, ref: str) -> RunFolder:
     if matches:
         shown = ", ".join(sorted(run.name for run in matches)[:8])
         raise RunError(f"{len(matches)} runs start with {ref!r}: {shown}", hint="give more of the name", usage=True)
-    near = difflib.get_close_matches(ref, names, n=3, cutoff=0.5) or names[:3]
-    hint = f"did you mean {' or '.join(near)}?  (headway runs lists all)"
+    near = difflib.get_close_matches(ref, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names[:3])}"
+    hint += f"  ({command(root, 'runs')} lists all)"
     raise RunError(f"no run {ref!r} in {root}", hint=hint, usage=True)
 
 
@@ -242,7 +256,7 @@ def take_back(run: RunFolder) -> RunFolder:
     except OSError:
         raise RunError(
             f"{target} is another run now; {FAILED}/{run.name} cannot have its name again",
-            hint=f"headway train --name starts it under another; headway logs {FAILED}/{run.name} shows why it failed",
+            hint=f"headway train --name starts it under another; {run.command('logs')} shows why it failed",
             usage=True,
         ) from None
 
@@ -368,7 +382,7 @@ def _lock(run: RunFolder, file: int) -> None:
     elsewhere = f" on {host}" if host not in ("", socket.gethostname()) else ""
     raise RunError(
         f"run {run.name} is in use by process {pid}{elsewhere}",
-        hint=f"wait for it, or stop it with `headway stop {run.name}`",
+        hint=f"wait for it, or stop it with `{run.command('stop')}`",
     )
 
 

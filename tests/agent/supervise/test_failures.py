@@ -272,7 +272,7 @@ def test_second_stop_is_reported_as_stopped(tmp_path: Path) -> None:
     assert [
         explain_exit(collect_evidence(RunFolder(tmp_path), 2, exits((0, code), (1, code)), 1)) for code in (75, 0)
     ] == [
-        AttemptOutcome("stopped", "stopped on request, state saved", f"headway resume {tmp_path.name}"),
+        AttemptOutcome("stopped", "stopped on request, state saved", RunFolder(tmp_path).command("resume")),
         AttemptOutcome("finished", "all steps done", None),
     ]
     assert read_run(RunFolder(tmp_path), "rank-0")[0].events[-1]["type"] == "WorkerError"

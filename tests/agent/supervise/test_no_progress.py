@@ -33,7 +33,7 @@ DIED = PastAttempt("", stepped=False)
     ],
 )
 def test_third_start_without_a_step_fails(attempts: list[PastAttempt], state: str) -> None:
-    outcome = judge_progress(STOPPED, attempts, "r")
+    outcome = judge_progress(STOPPED, attempts, RunFolder(Path("runs") / "r"))
     assert outcome.state == state
     if state == "failed":
         assert outcome.reason == (

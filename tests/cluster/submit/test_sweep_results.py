@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_progress_prints_only_changes(capsys, monkeypatch) -> None:
 
 def test_table_marks_the_best_run_and_fits_80_columns() -> None:
     rows = [row("1e-4", loss=1.0), row("3e-4", loss=2.0), row("1e-3", "failed", None)]
-    lines = table(make_sweep(rows), rows)
+    lines = table(Path("runs"), make_sweep(rows), rows)
     assert [line.split()[0] for line in lines[:4]] == ["lr", "*", "3e-4", "1e-3"]
     assert lines[-1] == "next: headway logs 1e-3, headway requeue 1e-3"
     assert max(map(len, lines)) <= 80
@@ -63,13 +64,13 @@ def test_table_marks_the_best_run_and_fits_80_columns() -> None:
 def test_many_settings_get_their_own_line() -> None:
     keys = {f"section.a_rather_long_key_{n}": f"a_rather_long_key_{n}" for n in range(4)}
     rows = [SweepResult("a", dict.fromkeys(keys, "0.123"), "finished", "", 1, 1, 1.0)]
-    lines = table(make_sweep(rows, keys), rows)
+    lines = table(Path("runs"), make_sweep(rows, keys), rows)
     assert max(map(len, lines)) <= 80
     assert lines[2].strip().startswith("a_rather_long_key_0=0.123 a_rather_long_key_1=0.123")
 
 
 def test_equal_reasons_are_printed_once() -> None:
     rows = [SweepResult(run, {"train.lr": run}, "failed", "the command exited with status 1") for run in "abc"]
-    lines = table(make_sweep(rows), rows)
+    lines = table(Path("runs"), make_sweep(rows), rows)
     assert [line for line in lines if "exited" in line] == ["a and 2 more: failed: the command exited with status 1"]
     assert document(make_sweep(rows), rows)["best"] is None

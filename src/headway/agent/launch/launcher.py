@@ -186,7 +186,7 @@ def _give_up(run: RunFolder, status: int | None, asked: int) -> AttemptOutcome:
     reason = f"the agent died {MAX_EARLY_DEATHS} times during start-up{exit_status}"
     outcome = AttemptOutcome("failed", reason, f"its log is in {run.logs}")
     if asked:
-        outcome = AttemptOutcome("stopped", "stopped at once on request, state not saved", f"headway resume {run.name}")
+        outcome = AttemptOutcome("stopped", "stopped at once on request, state not saved", run.command("resume"))
     attempt = max(1, next_attempt(run) - 1)
     record = record_path(run.events, attempt, "agent")
     with contextlib.suppress(RunError), Recorder(record, attempt=attempt, process="agent") as recorder:

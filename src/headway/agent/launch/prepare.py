@@ -30,6 +30,7 @@ from headway.state.hf_import import NO_DATA
 from headway.state.hf_sidecars import copy_sidecars, save_sidecars
 from headway.track import (
     RunFolder,
+    command,
     create_run,
     find_run,
     lock_holder,
@@ -39,6 +40,7 @@ from headway.track import (
     read_plan,
     read_recipe,
     read_run,
+    summarize,
     write_json,
     write_plan,
 )
@@ -125,7 +127,7 @@ def resume_run(
     if pid is not None:
         raise RunError(
             f"run {run.name} is in use by process {pid}",
-            hint=f"headway stop {run.name} ends it; headway ps shows its processes; it also recovers by itself",
+            hint=f"{run.command('stop')} ends it; headway ps shows its processes; it also recovers by itself",
         )
     old = read_recipe(run)
     if NO_DATA in old.data.parts:
@@ -137,8 +139,10 @@ def resume_run(
     new = with_settings(old, settings)
     if mesh is not None:
         new = new.model_copy(update={"parallel": mesh})
-    check_resumable(old, new, run.name)
-    new = _same_data(new, run.name)
+    root = run.path.parent
+    reached = summarize(run).step
+    check_resumable(old, new, run.name, reached, lambda words: command(root, "train", words))
+    new = _same_data(new, run)
     check_store(new, ask=False)
     available = on or devices(new.train.device)
     old_plan = read_plan(run)
@@ -151,7 +155,7 @@ def resume_run(
     if step >= new.train.steps:
         raise RunError(
             f"run {run.name} has finished all of its {step} steps",
-            hint=f"headway resume {run.name} --set train.steps={2 * step} continues it",
+            hint=f"{run.command('resume', f'--set train.steps={2 * step}')} continues it",
             usage=True,
         )
     starts = [event for event in events if event["kind"] == "attempt"]
@@ -311,7 +315,7 @@ def pin_data(recipe: Recipe) -> tuple[Recipe, int]:
     return recipe.model_copy(update={"data": corpus.pinned()}), corpus.vocab_size
 
 
-def _same_data(recipe: Recipe, run: str) -> Recipe:
+def _same_data(recipe: Recipe, run: RunFolder) -> Recipe:
     """Pin the data of a resumed run, whose version cannot change."""
     try:
         return pin_data(recipe)[0]
@@ -319,7 +323,7 @@ def _same_data(recipe: Recipe, run: str) -> Recipe:
         raise WrongDataVersion(
             error.message,
             hint="--set data.path=FOLDER names that version where it is now; to train on other data, start a new run: "
-            f"headway train --from {run} --set data.version= --set data.path=FOLDER",
+            + command(run.path.parent, f"train --from {run.name} --set data.version= --set data.path=FOLDER"),
         ) from None
 
 

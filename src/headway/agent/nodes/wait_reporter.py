@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headway.agent.attempt import Attempt
+from headway.track import command
 
 FIRST_S = 3.0
 """Machines that are started together join within this time, and need no report."""
@@ -42,10 +43,11 @@ class WaitReporter:
         attempt, many = self.attempt, len(missing) > 1
         spares = f" --spares {attempt.spares}" if attempt.spares else ""
         rank = "I on each machine" if many else str(missing[0])
+        words = f"agent --run {self.url or attempt.run.name} --nodes {attempt.nodes}{spares} --rank {rank}"
         join = "" if self.url else f"; on machines without this folder, --join {self.host}:{self.port}"
         return (
-            f"waiting for {self._names(missing)} of {attempt.nodes + attempt.spares}: headway agent --run "
-            f"{self.url or attempt.run.name} --nodes {attempt.nodes}{spares} --rank {rank}{join}"
+            f"waiting for {self._names(missing)} of {attempt.nodes + attempt.spares}: "
+            f"{f'headway {words}' if self.url else command(attempt.run.parent, words)}{join}"
         )
 
     def started_without(self, joined: Iterable[str], now: float) -> str | None:

@@ -129,7 +129,7 @@ class AttemptResult:
 def run_attempt(attempt: Attempt, agent: AgentContext) -> AttemptResult:
     """Run one attempt, from the first process to the record of its end."""
     run, workers, saves, recorder = attempt.folder, agent.workers, agent.saves, agent.recorder
-    end, resume = AttemptEnd(), f"headway resume {run.name}"
+    end, resume = AttemptEnd(), run.command("resume")
     kills_before = out_of_memory_kills()
     try:
         if not workers.has_workers:
@@ -322,7 +322,7 @@ def _initialize_weights(attempt: Attempt, agent: AgentContext) -> None:
 def _initialization_error(run: RunFolder, attempt: int, code: int) -> WorkerError:
     """The error that the process recorded before it ended, or how it ended."""
     record, log = record_path(run.events, attempt, "draw"), run.logs / f"{attempt:04d}-draw.log"
-    hint = f"headway logs {run.name} shows all of its log"
+    hint = f"{run.command('logs')} shows all of its log"
     for event in reversed(read_record(record).events if record.exists() else []):
         if event["kind"] == "error":
             return WorkerError(event["message"], hint=event["hint"] or hint, usage=event["type"] in USAGE_TYPES)

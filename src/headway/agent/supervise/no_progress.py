@@ -26,10 +26,10 @@ def fail_without_progress(attempt: Attempt, outcome: AttemptOutcome) -> AttemptO
     """The outcome of an attempt, `failed` instead of `stopped` if restarts do not help."""
     if outcome.state != "stopped" or attempt.engine_start < MOST_STARTS:
         return outcome
-    return judge_progress(outcome, past_attempts(attempt.folder, attempt.number), attempt.run.name)
+    return judge_progress(outcome, past_attempts(attempt.folder, attempt.number), attempt.folder)
 
 
-def judge_progress(outcome: AttemptOutcome, attempts: Iterable[PastAttempt], run: str) -> AttemptOutcome:
+def judge_progress(outcome: AttemptOutcome, attempts: Iterable[PastAttempt], run: RunFolder) -> AttemptOutcome:
     """The outcome of an attempt that was stopped and would be restarted: it fails if it is the third in a row without
     a step. `attempts` are those of the run, newest first, with this one."""
     lengths = list[float]()
@@ -40,7 +40,7 @@ def judge_progress(outcome: AttemptOutcome, attempts: Iterable[PastAttempt], run
             lengths.append(attempt.seconds)
         if len(lengths) == MOST_STARTS:
             reason = f"no step in {MOST_STARTS} starts in a row; the last, after {lengths[0]:.0f} s: {outcome.reason}"
-            hint = f"raise limit_s or lower grace_s in engines.toml, then headway requeue {run}"
+            hint = f"raise limit_s or lower grace_s in engines.toml, then {run.command('requeue')}"
             return replace(outcome, state="failed", reason=reason, hint=hint)
     return outcome
 

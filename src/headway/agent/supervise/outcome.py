@@ -110,7 +110,7 @@ def collect_evidence(
 def explain_exit(evidence: ExitEvidence) -> AttemptOutcome:
     """What exit codes, recorded errors and logs say together."""
     run, end, unsaved = evidence.run, evidence.end, evidence.unsaved
-    resume = f"headway resume {run.name}"
+    resume = run.command("resume")
     first = end.first_failure
     if first is None and unsaved is not None and (evidence.uploaded or evidence.outage is not None):
         where = "the last state is in the object store" if evidence.uploaded else "the last state could not be saved"
@@ -149,7 +149,7 @@ def explain_exit(evidence: ExitEvidence) -> AttemptOutcome:
         # When all stop together, the one to blame may not be the first to go.
         for other, error in evidence.errors.items():
             if error is not None and error["type"] != "PeerFailed":
-                hint = error["hint"] or f"headway logs {run.name} --rank {other} shows all of its log"
+                hint = error["hint"] or f"{run.command('logs', f'--rank {other}')} shows all of its log"
                 who = "" if error["type"] in COMMON_ERRORS else f"worker {other} failed: "
                 return AttemptOutcome("failed", f"{who}{error['message']}", hint, error["type"] in USAGE_TYPES)
     if code == -signal.SIGKILL and end.killed_for_memory:
@@ -162,7 +162,7 @@ def explain_exit(evidence: ExitEvidence) -> AttemptOutcome:
     return AttemptOutcome(
         "failed",
         f"worker {rank} {how}; the end of its log: {evidence.log_tail}",
-        f"headway logs {run.name} --rank {rank} shows all of it; {resume} continues the run",
+        f"{run.command('logs', f'--rank {rank}')} shows all of it; {resume} continues the run",
     )
 
 

@@ -60,7 +60,7 @@ def supervise_run(
             return _supervise(first, attempt, on_tick, warm, fd_store, orphaned is not None)
     except LeaseSuperseded:
         text = "another machine's agent leads this run now; nothing was written since"
-        return AttemptOutcome("failed", text, f"headway logs {attempt.run.name}")
+        return AttemptOutcome("failed", text, attempt.folder.command("logs"))
 
 
 def _supervise(
@@ -158,7 +158,7 @@ def _recover(
     if (trouble := agent.wait_for_storage()) is not None:
         emergency_save(run, agent, upload=True)
         where = "; the newest state is in the object store" if saves.uploaded else ""
-        hint = f"repair the storage, then headway resume {run.name}"
+        hint = f"repair the storage, then {run.command('resume')}"
         outcome = AttemptOutcome("stopped", f"{result.outcome.reason}; {trouble}{where}", hint)
         return replace(result, outcome=outcome), None
     failure = result.failure or classify_failure(attempt, result.end, result.outcome, saves.memory.step)
@@ -202,7 +202,7 @@ def _take_over(attempt: Attempt, agent: AgentContext) -> AttemptResult | None:
     failure = Failure("agent died", workers.takeover or "the agent died", reached + 1, reached, at=time.time())
     if not workers.has_workers:
         saves.end()
-        outcome = AttemptOutcome("failed", failure.what, f"headway resume {attempt.run.name}")
+        outcome = AttemptOutcome("failed", failure.what, attempt.folder.command("resume"))
         return AttemptResult(outcome, AttemptEnd(), failure)
     recorder.event("adopted", text=recover(Situation(failure, workers_live=True), time.time()).reason)
     return None
@@ -275,7 +275,7 @@ def _open_folder(run: RunFolder, fd_store: FdStore) -> FolderIdentity:
     while compare_folders(opened, now := identify(run)) in ("gone", "replaced") or now is None:
         trouble = f"the run's folder {run.path} is gone, and so is the agent that had it open"
         if time.monotonic() > deadline:
-            raise RunError(trouble, hint=f"bring it back, then headway resume {run.name}")
+            raise RunError(trouble, hint=f"bring it back, then {run.command('resume')}")
         fd_store.tell_storage(trouble, 0)
         time.sleep(POLL_S)
     fd_store.tell_storage(None, 0)

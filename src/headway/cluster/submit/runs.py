@@ -22,7 +22,7 @@ from headway.errors import EngineError, EngineUnreachable, HeadwayError, RunErro
 from headway.hardware import Cluster, Devices
 from headway.recipe import Recipe, with_settings
 from headway.state.handshake import KEY_VARIABLE
-from headway.track import RunFolder, list_runs, lock_holder, read_plan, read_recipe, run_id, summarize
+from headway.track import RunFolder, command, list_runs, lock_holder, read_plan, read_recipe, run_id, summarize
 from headway.track.suspects import read_suspects
 
 if TYPE_CHECKING:
@@ -286,13 +286,13 @@ def requeue(root: Path, run: RunFolder, avoid: tuple[str, ...] = ()) -> Submitte
             raise before.problem  # its job may well run
         engine.probe()
         if lock_holder(run) is not None:
-            raise RunError(f"run {run.name} is in use by process {lock_holder(run)}", hint=f"headway stop {run.name}")
+            raise RunError(f"run {run.name} is in use by process {lock_holder(run)}", hint=run.command("stop"))
         request = _with_limits(submission.request, run, engine_settings(submission.engine))
         suspects = read_suspects(run.path, time.time())
         request = replace(request, avoid=tuple(dict.fromkeys((*request.avoid, *suspects, *avoid))))
         note_submission(run.path, replace(submission, job=engine.launch(request), request=request))
     elif avoid or not engine.release(submission.job):
-        hint = f"headway cancel {run.name}, then requeue" if avoid else "headway jobs shows what it waits for"
+        hint = f"{run.command('cancel')}, then requeue" if avoid else f"{command(root, 'jobs')} shows what it waits for"
         reason = before.status.reason or submission.job
         raise RunError(f"the job of run {run.name} is already {state}: {reason}", hint=hint)
     return _submitted(root, run)
@@ -301,6 +301,6 @@ def requeue(root: Path, run: RunFolder, avoid: tuple[str, ...] = ()) -> Submitte
 def _submitted(root: Path, run: RunFolder) -> SubmittedRun:
     submitted = submitted_runs(root, [run])
     if not submitted:
-        hint = f"headway stop {run.name}" if lock_holder(run) is not None else "headway jobs lists submitted runs"
+        hint = run.command("stop") if lock_holder(run) is not None else f"{command(root, 'jobs')} lists submitted runs"
         raise RunError(f"run {run.name} was not submitted to an engine", hint=hint, usage=True)
     return submitted[0]

@@ -47,7 +47,7 @@ from headway.cluster.submit.store_runs import (
 from headway.errors import HeadwayError, RecipeError, RunError, StateError, UsageError
 from headway.hardware import Cluster, default_cluster, devices, known_chip, parse_on
 from headway.recipe import Recipe, load_recipe
-from headway.track import RunFolder, run_id, write_json
+from headway.track import RunFolder, command, run_id, write_json
 
 FORMAT = 1
 RECORD, READY, MAKING, OF_RUN = "sweep.json", "ready.json", "making.json", "sweep.json"
@@ -182,7 +182,7 @@ def start_sweep(wanted: SweepRequest, root: Path, progress: Progress = lambda *_
             if existing.identity != wanted.identity:
                 raise RunError(
                     f"sweep {existing.name} already exists with other settings",
-                    hint=f"choose another --name; headway sweep {existing.name} shows it",
+                    hint=f"choose another --name; {command(root, 'sweep', existing.name)} shows it",
                     usage=True,
                 )
             return existing, False
@@ -284,8 +284,8 @@ def _command_by_store(wanted: SweepRequest, requests: Sequence[LaunchRequest], a
         for point, request in zip(wanted.points, requests, strict=True)
     ]
     first = requests[0]
-    for request, command in zip(requests, commands, strict=True):
-        if (command, request.environment, request.site) != (commands[0], first.environment, first.site):
+    for request, words in zip(requests, commands, strict=True):
+        if (words, request.environment, request.site) != (commands[0], first.environment, first.site):
             raise UsageError(
                 f"{first.name} and {request.name} need different commands, which requires a shared folder",
                 hint="remove `snapshot`, give containers the same data, or submit them with headway submit",
@@ -351,7 +351,9 @@ def _script(request: LaunchRequest, folder: Path, scripts: Path) -> str:
 def _check_names(wanted: SweepRequest, root: Path) -> None:
     """Raise RunError if a sweep or run of these names exists."""
     if is_sweep(root, wanted.name):
-        raise RunError(f"sweep {wanted.name} already exists", hint=f"headway sweep {wanted.name} shows it", usage=True)
+        raise RunError(
+            f"sweep {wanted.name} already exists", hint=f"{command(root, 'sweep', wanted.name)} shows it", usage=True
+        )
     if folder_of_sweep(root, wanted.name).exists():
         raise RunError(
             f"sweep {wanted.name} was not fully submitted, and its object store does not answer",
@@ -490,7 +492,7 @@ def requeue_sweep(root: Path, sweep: Sweep, avoid: tuple[str, ...] = ()) -> dict
     restartable = {*OVER, "unknown"} - {"finished"}
     unfinished = [run for run in runs if run and (run.status.state in restartable or run.status.remedy == "requeue")]
     if not unfinished:
-        raise RunError(f"no run of sweep {sweep.name} failed or was cancelled", hint=f"headway sweep {sweep.name}")
+        raise RunError(f"no run of sweep {sweep.name} failed or was cancelled", hint=command(root, "sweep", sweep.name))
     for run in unfinished:
         requeue(root, run.run, avoid)
     return submitted_sweep_runs(root, sweep)
