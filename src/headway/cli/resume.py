@@ -49,7 +49,7 @@ def resume(
     Some keys may change, others would make it another run: train.steps, train.microbatch, train.recompute,
     train.recompute_blocks, train.memory_gb, train.offload_optimizer, train.compile, train.update_in_backward,
     train.cuda_graphs, train.plain, train.deterministic, train.device, train.restarts, train.fewest_workers,
-    train.silent_node_s, train.timeout_s, train.rate_cuts, train.schedule, train.decay_steps, train.decay,
+    train.silent_node_s, train.join_s, train.timeout_s, train.rate_cuts, train.schedule, train.decay_steps, train.decay,
     train.min_lr_ratio, data.path, data.mixture.*.path, data.skip, parallel.*, model.layout.*, eval.*, checkpoint.*,
     health.*
     """

@@ -26,6 +26,7 @@ CHANGEABLE = {
     "train.restarts": "patience only",
     "train.fewest_workers": "patience only",
     "train.silent_node_s": "patience only",
+    "train.join_s": "patience only",
     "train.timeout_s": "patience only",
     "train.rate_cuts": "only steps from the cut on change",
     "train.schedule": "only future steps change: decay can start at any step",

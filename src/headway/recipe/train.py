@@ -139,6 +139,9 @@ class Train(Section):
     silent_node_s: Annotated[float, Field(ge=2)] = 5.0
     """A node that is silent for this long is lost; if the leader is silent for 1.6 times as long, the nodes elect
     another. Raise it for machines or networks that stall at times."""
+    join_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long a multi-node run waits for the nodes that its workers need after the first one has joined; then it fails
+    and names those that are missing. The first may take ten minutes."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Timeout of a collective."""
 

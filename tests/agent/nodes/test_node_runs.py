@@ -24,14 +24,14 @@ from headway.agent.nodes.node_group import NodeGroup
 from headway.agent.remote.folder_server import RunFolderServer
 from headway.agent.workers.workers import NodeLost
 from headway.cli.launch import start_launcher
-from headway.errors import UsageError
+from headway.errors import UsageError, WorkerError
 from headway.recipe import Assignment, FaultPlan, Recipe
 from headway.recipe.faults import AGENT
 from headway.state import Channel
 from headway.state.handshake import connect
 from headway.state.object_store import open_store
 from headway.state.store_checkpoint import list_remote
-from headway.track import account, read_run
+from headway.track import Recorder, account, read_run, record_path, write_json
 from headway.track.runs import RunFolder, create_run
 
 SETTINGS = {"train.steps": 10, "train.restarts": 3, "checkpoint.every_steps": 5, "checkpoint.memory_every_steps": 1}
@@ -288,6 +288,7 @@ class Led:
 
     group: NodeGroup
     clock: Clock
+    run: RunFolder
     lines: dict[str, Channel] = field(default_factory=dict)
 
     def join(self, name: str) -> None:
@@ -329,7 +330,7 @@ def led(tmp_path: Path) -> Iterator[Led]:
     right.begin()
     fd_store, server = FdStore(), RunFolderServer(run)
     nodes = Membership(KEY, listener, {}, right, fd_store, server, SILENT_S, clock)
-    led = Led(NodeGroup(nodes, fd_store, server), clock)
+    led = Led(NodeGroup(nodes, fd_store, server), clock, run)
     yield led
     led.group.close()
     for line in led.lines.values():
@@ -350,6 +351,38 @@ def test_silent_node_is_lost_with_its_workers(led: Led) -> None:
     assert (set(led.group.nodes.members), led.group.pids()) == ({"n0", "n2"}, {0: 100})
     assert led.begin(2) == {0: "n0", 1: "n2"}, "the spare has its place"
     assert led.group.lost_nodes == []
+
+
+def test_agent_stopped_before_it_joins_is_named_and_ends_the_wait(led: Led, recipe) -> None:
+    run = led.run
+    write_json(run.recipe_file, recipe({"train.join_s": 40.0}).model_dump())
+    led.join("n0")
+    led.until(lambda: bool(led.group.nodes.able()))
+    agents = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    os.kill(agents[1].pid, signal.SIGSTOP)
+    led.group.processes = list(agents)
+    eventually(lambda: psutil.Process(agents[1].pid).status() == psutil.STATUS_STOPPED)
+    attempt = Attempt(run=run.path, number=1, workers=2, nodes=2, device="cpu", threads=1)
+
+    def pass_time() -> None:
+        led.clock.now += 1.0
+        led.tell_that_they_live("n0")
+
+    stopped = f"node n1 (process {agents[1].pid}, stopped by a signal)"
+    try:
+        with (
+            Recorder(record_path(run.events, 1, "agent"), attempt=1, process="agent") as recorder,
+            pytest.raises(WorkerError, match=r"too few nodes for 2 workers after 4\d s: ") as ended,
+        ):
+            led.group.gather(attempt, None, recorder, pass_time)  # type: ignore[arg-type] # no worker starts
+        assert f"{stopped} did not join (joined: n0)" in ended.value.message
+        assert "train.join_s" in (ended.value.hint or "")
+        (said,) = [event["text"] for record in read_run(run) for event in record.events if event["kind"] == "waiting"]
+        assert said.startswith(f"waiting for {stopped} for 15 s, at most ")
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
 
 
 def test_lost_spare_costs_no_worker(led: Led) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -39,8 +40,6 @@ TOGETHER_S = 20.0
 """How long a run that could begin waits for the other nodes that were started with it."""
 FIRST_S = 600.0
 """How long the first node may take to be ready: torch may come from a slow disk that many read at once."""
-JOIN_S = 120.0
-"""How long the other nodes that an attempt needs may take from then on."""
 KILLED = -int(signal.SIGKILL)
 
 
@@ -80,41 +79,55 @@ class NodeGroup(Workers):
         """Wait until there are nodes for all workers, and place each rank on one."""
         self._heartbeats, self._attempt = heartbeats, attempt
         self.nodes.begin_attempt(attempt.number)
-        began = time.monotonic()
-        deadline, soon, first = began + FIRST_S, began + FIRST_S, True
+        clock = self.nodes.now
+        began = clock()
+        recipe = read_recipe(attempt.folder)
+        join_s = recipe.train.join_s
+        deadline, soon, first = began + max(FIRST_S, join_s), began + FIRST_S, True
         # Nodes that were started together are placed by name, not by who was first.
         expected = attempt.nodes + attempt.spares if attempt.source is None else 0
-        url = need_store(read_recipe(attempt.folder), attempt.run.name) if attempt.apart else ""
-        waiting = WaitReporter(attempt, self.nodes.lease.host, self.nodes.lease.port, began, url)
-        while (len(self.nodes.able()) < expected and time.monotonic() < soon) or not self.place_ranks(attempt.workers):
+        url = need_store(recipe, attempt.run.name) if attempt.apart else ""
+        lease = self.nodes.lease
+        waiting = WaitReporter(attempt, lease.host, lease.port, began, url, self._place_of_node)
+        while (len(self.nodes.able()) < expected and clock() < soon) or not self.place_ranks(attempt.workers):
             self.nodes.wait(POLL_S)
             tick()
-            now = time.monotonic()
-            if text := waiting.message(self.nodes.members, now):
+            now = clock()
+            if text := waiting.message(self.nodes.members, now, deadline):
                 recorder.event("waiting", text=text)
             if first and self.nodes.able():
-                first, deadline, soon = False, now + JOIN_S, now + TOGETHER_S
+                first, deadline, soon = False, now + join_s, now + TOGETHER_S
             if self.nodes.suspects and attempt.source is None and now > soon:
                 names = ", ".join(sorted(self.nodes.suspects))
                 recorder.event("log", message=f"no other machines have joined: {names} may have workers again")
                 self.nodes.suspects = {}
             if self._all_ended() or now > deadline:
-                raise self._too_few(attempt, now - began)
-        if expected and (text := waiting.started_without(self.nodes.members, time.monotonic())):
+                raise self._too_few(attempt, waiting.too_few(self.nodes.members, now))
+        if expected and (text := waiting.started_without(self.nodes.members, clock())):
             self.node_events.append(NodeEvent("", "missing", text))
 
     def _all_ended(self) -> bool:
         """Whether no node can join any more: all are processes of this machine, and have ended."""
         return bool(self.processes) and all(process.poll() is not None for process in self.processes)
 
-    def _too_few(self, attempt: Attempt, waited_s: float) -> Exception:
+    def _place_of_node(self, rank: int) -> str:
+        """Where a node should be that has not joined: a process of this machine, or a machine by its engine's name."""
+        if self.processes:
+            process = self.processes[rank]
+            if process.poll() is not None:
+                return f"process {process.pid}, which has ended"
+            stopped = ", stopped by a signal" if process_state(process.pid) == "T" else ""
+            return f"process {process.pid}{stopped}"
+        machines = os.environ.get("HEADWAY_MACHINES", "").split(",")
+        return machines[rank] if rank < len(machines) else ""
+
+    def _too_few(self, attempt: Attempt, text: str) -> Exception:
         logs = attempt.folder.logs
         if self._all_ended():
             log = max(logs.glob("n*.log"), key=lambda path: path.stat().st_mtime)
             return WorkerError(f"the agents of all nodes have ended: {log_tail(log, 3)}", hint=f"see {logs}")
-        joined = ", ".join(member.name for member in self.nodes.able()) or "none"
-        text = f"too few nodes for {attempt.workers} workers after {waited_s:.0f} s (joined: {joined})"
-        return WorkerError(text, hint=f"see {logs}") if attempt.source is None else TooFewNodes(text)
+        hint = f"start them, or raise train.join_s; their logs are in {logs}"
+        return WorkerError(text, hint=hint) if attempt.source is None else TooFewNodes(text)
 
     def place_ranks(self, workers: int) -> bool:
         """Place each rank on a node, consecutive ranks together; False where there are not enough slots."""
