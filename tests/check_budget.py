@@ -9,16 +9,18 @@ import tomllib
 from pathlib import Path
 
 BUDGET = Path(__file__).with_name("budget.toml")
+NOISE = 1.4
+"""The same tests have used up to a third more on a busy machine than on an idle one."""
 
 
 def over_budget(used_s: dict[str, float], budget_s: dict[str, float], speed: float) -> list[str]:
-    """One line per package that used more than it may, in CPU-seconds of the machine that the budgets are for."""
+    """One line per package that used clearly more than it may, in CPU-seconds of the machine that the budgets are for."""
     lines = []
     for package, cpu_s in sorted(used_s.items()):
         scaled_s = cpu_s * speed
         if package not in budget_s:
             lines.append(f"{package}: {scaled_s:.1f} CPU-seconds, and no budget")
-        elif scaled_s > budget_s[package]:
+        elif scaled_s > NOISE * budget_s[package]:
             lines.append(f"{package}: {scaled_s:.1f} CPU-seconds of {budget_s[package]:g}")
     return lines
 

@@ -204,6 +204,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_detached_runs_are_stopped_by_name(desk) -> None:
     out, err = desk.type(
         "train", "r.toml", "--name", "bg", "--set", "train.steps=100000", "--mesh", "shard=2", "--detach"

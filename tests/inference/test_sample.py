@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 import typer
@@ -23,6 +22,7 @@ from headway.recipe import Data, Model, Recipe, Train
 from headway.state import CheckpointFacts, begin_checkpoint, commit, shard_name, write_shard
 from headway.state.tensors import named_state, pieces
 from headway.track import create_run
+from lazy_imports import openai
 
 MODEL = Model(vocab_size=320, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, init_std=0.3)
 TEXT = "def headway(steps):\n    return steps + 1  # Zeit läuft\n"

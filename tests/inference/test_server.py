@@ -7,19 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
-import uvicorn
 
 from eventually import eventually
 from headway.data.tokenizer import train_tokenizer
 from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams, TextEngine
 from headway.inference.chat import render_chat
-from headway.inference.server.app import make_app
 from headway.inference.server.service import EngineService
 from headway.models import Decoder, empty_decoder, init_weights
 from headway.recipe import Model
+from lazy_imports import openai
 
 MODEL = Model(vocab_size=320, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, init_std=0.3)
 JSON = {"Content-Type": "application/json"}
@@ -42,6 +40,10 @@ class Served:
     """A server in a thread of this process, on a free port of loopback."""
 
     def __init__(self, api_key: str | None = None, max_waiting: int = 100, **options: Any) -> None:
+        import uvicorn
+
+        from headway.inference.server.app import make_app
+
         self.loaded = load()
         self.service = EngineService(
             TextEngine(self.loaded, EngineOptions(cache_tokens=2000, **options)), max_waiting=max_waiting

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lazy_transformers import transformers
 from torch import Tensor
 
 from headway.inference.blocks import BlockPool
@@ -25,6 +24,7 @@ from headway.models import Decoder, empty_decoder, load_into, write_folder
 from headway.plan import parameters
 from headway.recipe.huggingface import read_model
 from headway.recipe.rope import RotaryModel
+from lazy_imports import transformers
 
 SIZES = {
     "vocab_size": 211,

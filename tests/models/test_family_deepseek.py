@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from family_cases import SIZES, Case, load, make, tokens
-from lazy_transformers import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from headway.plan.flops import active_parameters, parameters
 from headway.recipe import Model
 from headway.recipe.families.deepseek import DeepSeekV3
 from headway.recipe.huggingface import model_from_config
+from lazy_imports import transformers
 
 SHAPE = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim")} | {
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 12,

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 from family_cases import SIZES, Case
-from lazy_transformers import transformers
 
 from headway.errors import ModelError
 from headway.models import empty_decoder, init_weights
 from headway.models.gemma import Norm
 from headway.recipe import Model
 from headway.recipe.huggingface import model_from_config
+from lazy_imports import transformers
 
 SMALL = SIZES | {"sliding_window": 9}
 """Small enough a window for every comparison to leave it."""

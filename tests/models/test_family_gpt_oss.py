@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 from family_cases import SIZES, Case
-from lazy_transformers import transformers
 
 from headway.errors import ModelError
 from headway.models.gpt_oss import clamped_swiglu
 from headway.plan.flops import active_parameters, parameters
 from headway.recipe import Model
 from headway.recipe.huggingface import model_from_config
+from lazy_imports import transformers
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 500.0,
         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}  # fmt: skip

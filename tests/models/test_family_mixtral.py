@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from family_cases import SIZES, Case, assert_round_trip, load, make, tokens
-from lazy_transformers import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -16,6 +15,7 @@ from headway.models import Decoder, empty_decoder, init_weights
 from headway.models.experts import set_loss_scale
 from headway.recipe import Model
 from headway.recipe.huggingface import model_from_config
+from lazy_imports import transformers
 
 EXPERTS = SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "num_hidden_layers": 3}
 CASES = [

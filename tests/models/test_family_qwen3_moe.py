@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 from family_cases import SIZES, Case
-from lazy_transformers import transformers
 
 from headway.errors import ModelError
 from headway.plan.flops import active_parameters
 from headway.recipe import Model
 from headway.recipe.huggingface import model_from_config
+from lazy_imports import transformers
 
 EXPERTS = SIZES | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_hidden_layers": 3}
 CASES = [

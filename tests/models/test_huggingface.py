@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_transformers import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -22,6 +21,7 @@ from headway.recipe import Model
 from headway.recipe.huggingface import read_model
 from headway.state.tensors import load_weights
 from headway.track import RunFolder
+from lazy_imports import transformers
 
 SHAPE = {
     "vocab_size": 131,

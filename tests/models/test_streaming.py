@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lazy_transformers import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -34,6 +33,7 @@ from headway.state.hf_import import import_run
 from headway.state.huggingface import LazyWeight, saved_weights, write_folder
 from headway.state.safetensors_file import plan_file
 from headway.track import RunFolder, read_recipe, summarize
+from lazy_imports import transformers
 
 SMALL = Model(vocab_size=96, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, tie_embeddings=False)
 

@@ -50,7 +50,8 @@ def unharmed(tmp_path_factory, make_lab, mixed):
     return result
 
 
-@pytest.mark.parametrize("kills", [(5,), pytest.param((2, 5, 8), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [(5,), (2, 5, 8)])
 def test_killed_around_a_weight_change_and_resumed_is_exact(lab, mixed, unharmed, kills):
     result = lab.train(mixed(), workers=2, faults=FaultPlan().kill(kills[0], 1, "data"))
     for number, step in enumerate(kills[1:], start=2):

@@ -432,6 +432,7 @@ def test_default_microbatch_of_a_pipeline_is_the_largest_that_fills_it_twice(rec
         assert size == max(good, default=1)
 
 
+@pytest.mark.slow
 def test_mesh_of_a_recipe_sets_the_number_of_workers(lab, recipe) -> None:
     trained = lab.train(recipe({"parallel.shard": 2}), workers=None)
     assert trained.outcome.state == "finished", trained.outcome

@@ -147,6 +147,7 @@ def test_store_that_fails_half_of_its_requests_gets_everything(lab: Lab, proxy: 
     assert steps_in(store_of(result, S3_URL)) == [4, 8]
 
 
+@pytest.mark.slow
 def test_store_that_is_down_costs_only_its_copies(lab, recipe, undisturbed, monkeypatch) -> None:
     monkeypatch.setattr(store_module, "open_store", functools.partial(open_store, patience_s=0.1))
     with proxy_to(0) as proxy:

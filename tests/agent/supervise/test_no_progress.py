@@ -62,6 +62,7 @@ def test_attempts_are_read_from_their_records(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_requeued_run_without_a_step_ends_as_failed(
     tmp_path: Path, recipe, zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
