@@ -14,7 +14,7 @@ NOISE = 1.4
 
 
 def over_budget(used_s: dict[str, float], budget_s: dict[str, float], speed: float) -> list[str]:
-    """One line per package that used clearly more than it may, in CPU-seconds of the machine that the budgets are for."""
+    """One line per package that used more than it may, in CPU-seconds of the machine that the budgets are for."""
     lines = []
     for package, cpu_s in sorted(used_s.items()):
         scaled_s = cpu_s * speed
