@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from conftest import Lab
+from headway.agent import resume_run
+from headway.cluster.engines.engine import LaunchRequest
+from headway.cluster.engines.submissions import Submission, note_submission
 from headway.errors import UsageError
 from headway.track.access import adopt_umask, new_run_mode, umask_of
 from headway.track.runs import create_run
@@ -35,6 +38,8 @@ def test_run_is_private_to_its_user(lab: Lab, recipe) -> None:
         if mode != ("0o700" if (lived.run.path / name).is_dir() else "0o600")
     }
     assert wrong == {}
+    resume_run(lived.run, ["train.steps=4"])
+    assert oct(stat.S_IMODE(lived.run.recipe_file.stat().st_mode)) == "0o600", "written anew when a run is resumed"
     assert os.umask(0o022) == 0o022, "this process has its own again"
 
 
@@ -49,6 +54,22 @@ def test_runs_mode_changes_it(mode: str, folder: str, file: str, tmp_path: Path,
         (run.logs / "log").write_text("")
     assert oct(stat.S_IMODE(run.path.stat().st_mode)) == folder
     assert modes(run.path) == {"events": folder, "checkpoints": folder, "logs": folder, "logs/log": file}
+
+
+@pytest.mark.usefixtures("umask")
+@pytest.mark.parametrize(("mode", "folder"), [("0700", "0o700"), ("0750", "0o750")])
+def test_folder_of_runs_is_as_private_as_they_are_if_it_is_new(
+    mode: str, folder: str, tmp_path: Path, monkeypatch
+) -> None:
+    settings, old, new = tmp_path / "settings.toml", tmp_path / "old", tmp_path / "a" / "new"
+    settings.write_text(f'[runs]\nmode = "{mode}"\n')
+    monkeypatch.setenv("HEADWAY_SETTINGS", str(settings))
+    old.mkdir()
+    runs = [create_run(root, "r", "r") for root in (old, new)]
+    assert [oct(stat.S_IMODE(root.stat().st_mode)) for root in (old, new)] == ["0o755", folder]
+    request = LaunchRequest("r", ("true",), runs[0].path)
+    note_submission(runs[0].path, Submission("local", "1", "cpux1", request))
+    assert stat.S_IMODE((runs[0].path / "jobs.jsonl").stat().st_mode) & ~int(mode, 8) == 0
 
 
 @pytest.mark.parametrize(

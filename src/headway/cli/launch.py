@@ -24,6 +24,7 @@ from headway.track import (
     set_aside,
     summarize,
 )
+from headway.track.access import umask_of
 
 DETACH_TIMEOUT_S = 120.0
 
@@ -114,8 +115,9 @@ def start_launcher(
 
     `keep_name` as in `launch`.
     """
-    attempt.folder.logs.mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(umask_of(attempt.run))
+        attempt.folder.logs.mkdir(exist_ok=True)
         output = None if shown else stack.enter_context(launcher_log(attempt).open("ab"))
         process = subprocess.Popen(
             [sys.executable, "-m", "headway.cli.launch"],

@@ -138,10 +138,11 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
             usage=True,
         )
     mode = new_run_mode()
+    create_root(root)
     while True:
         run = RunFolder(root / (name or f"{recipe_name}-{secrets.token_hex(2)}"))
         try:
-            run.path.mkdir(PRIVATE, parents=True)
+            run.path.mkdir(PRIVATE)
             run.path.chmod(mode)  # whatever the umask is
         except FileExistsError:
             if name is None:
@@ -156,6 +157,15 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
             for folder in (run.events, run.checkpoints, run.logs):
                 folder.mkdir()
         return run
+
+
+def create_root(root: Path) -> None:
+    """Create the folder of all runs as private as they are; an existing one stays as it is."""
+    mode = new_run_mode()
+    with suppress(OSError):  # an error is reported by whoever writes into it
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir(PRIVATE)
+        root.chmod(mode)  # whatever the umask is
 
 
 def _taken_hint(run: RunFolder) -> str:

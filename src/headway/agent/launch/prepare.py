@@ -166,9 +166,10 @@ def resume_run(
     _check_nodes(nodes or 1, count)
     planned = replan_run(new, available, count, old=old_plan, workers_before=workers_before)
     changed = changed_keys(old, planned.recipe)
-    if changed:
-        write_json(run.recipe_file, planned.recipe.model_dump())
-    renew_plan(run, planned, step)
+    with umask_of(run.path):
+        if changed:
+            write_json(run.recipe_file, planned.recipe.model_dump())
+        renew_plan(run, planned, step)
     notes = [*skipped, *planned.notes, *idle_settings(new, available, count)]
     if manifest:
         before, now = stated_mesh(old.parallel, manifest.workers), stated_mesh(planned.recipe.parallel, count)

@@ -11,6 +11,7 @@ from pydantic_core import from_json, to_json
 
 from headway.cluster.engines.engine import LaunchRequest
 from headway.errors import RunError
+from headway.track.access import umask_of
 
 FORMAT = 1
 _REQUEST = TypeAdapter(LaunchRequest)
@@ -44,7 +45,7 @@ def note_submission(run: Path, submission: Submission) -> None:
     """Append a job to the list in a run folder."""
     fields = {"engine": submission.engine, "job": submission.job, "on": submission.on, "time": time.time()}
     line = to_json({"format": FORMAT, **fields, "request": request_to_json(submission.request)}) + b"\n"
-    with (run / "jobs.jsonl").open("ab") as file:
+    with umask_of(run), (run / "jobs.jsonl").open("ab") as file:
         file.write(line)
 
 

@@ -23,6 +23,8 @@ from headway.hardware import Cluster, Devices
 from headway.recipe import Recipe, with_settings
 from headway.state.handshake import KEY_VARIABLE
 from headway.track import RunFolder, command, list_runs, lock_holder, read_plan, read_recipe, run_id, summarize
+from headway.track.access import umask_of
+from headway.track.runs import create_root
 from headway.track.suspects import read_suspects
 
 if TYPE_CHECKING:
@@ -108,6 +110,7 @@ def submit_run(
         url = need_store(recipe, name or recipe.name)
         _check_key(cluster.nodes + spares)
         check_store(url)  # before anything is created
+    create_root(root)
     started = reach_engine(engine, root)
     # Before the run is created: it takes long the first time.
     pack_code(engine, root.absolute())
@@ -188,7 +191,8 @@ def provisional_run(
     workers = cluster.nodes if kind == "cpu" and not has_mesh else None  # one per machine by default
     attempt = new_run(recipe, root.absolute(), name=name, on=on, workers=workers, nodes=cluster.nodes)
     try:
-        yield attempt
+        with umask_of(attempt.run):
+            yield attempt
     except BaseException:
         keep = False
         raise

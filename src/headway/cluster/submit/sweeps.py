@@ -48,6 +48,8 @@ from headway.errors import HeadwayError, RecipeError, RunError, StateError, Usag
 from headway.hardware import Cluster, default_cluster, devices, known_chip, parse_on
 from headway.recipe import Recipe, load_recipe
 from headway.track import RunFolder, command, run_id, write_json
+from headway.track.access import new_run_mode, umask_of
+from headway.track.runs import create_root
 
 FORMAT = 1
 RECORD, READY, MAKING, OF_RUN = "sweep.json", "ready.json", "making.json", "sweep.json"
@@ -234,6 +236,8 @@ def _created(wanted: SweepRequest, root: Path, keep: bool = True) -> Iterator[_D
     with ExitStack() as stack:
         stack.push(lambda kind, error, _: None if keep and not kind else _remove(folder, error))
         folder.mkdir(parents=True)
+        folder.chmod(new_run_mode())
+        stack.enter_context(umask_of(folder))
         making: dict[str, object] = {"format": FORMAT, "token": token, "runs": [point.run for point in wanted.points]}
         write_json(folder / MAKING, making)
         requests, stored = list[LaunchRequest](), dict[str, str]()
@@ -379,6 +383,7 @@ def exclusive_lock(path: Path) -> Iterator[None]:
 def _sweeps_lock(root: Path) -> Iterator[None]:
     """Create sweeps one at a time, so that the creator of an unsubmitted one must be dead."""
     folder = root / ".sweeps"
+    create_root(root)
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)

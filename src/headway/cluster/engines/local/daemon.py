@@ -33,6 +33,7 @@ from headway.cluster.engines.local.jobs import (
 )
 from headway.cluster.engines.scripts import log_path, start_script, task_script
 from headway.cluster.engines.submissions import request_from_json
+from headway.track.access import umask_of
 
 SOCKET = "owner.sock"
 POLL_S = 0.2
@@ -115,7 +116,12 @@ def _serve(queue: _Queue, listener: socket.socket, wakeup: socket.socket) -> Non
 
 
 def _start(queue: _Queue, job: LocalJob, gpus: tuple[str, ...]) -> None:
-    """Start a job's command, under a script that records its exit status."""
+    """Start a job's command, under a script that records its exit status; files are as private as the run's folder."""
+    with umask_of(job.request.folder):
+        _start_command(queue, job, gpus)
+
+
+def _start_command(queue: _Queue, job: LocalJob, gpus: tuple[str, ...]) -> None:
     secrets = queue.secrets.get(job.id, {})
     lost = sorted(set(job.request.secrets) - set(secrets))
     if lost:

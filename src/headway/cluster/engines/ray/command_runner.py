@@ -31,6 +31,8 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)  # Ray's workers run at nice 15; not every user may change it
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopt what the command leaves behind, to kill it
+    with contextlib.suppress(OSError):
+        os.umask(~os.stat(order["folder"]).st_mode & 0o777)  # noqa: PTH116 (files as private as the run's folder)
     with contextlib.ExitStack() as open_files:
         wakeup = _child_wakeup()
         try:
