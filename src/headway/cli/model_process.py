@@ -11,11 +11,14 @@ from typing import IO, Any
 
 from headway.errors import HeadwayError, UsageError, WorkerError
 from headway.state import find_checkpoint, list_checkpoints
+from headway.state.address import is_in_store
 from headway.track import find_run, parse_ref, runs_root
 
 
 def model_of(model: str, runs: Path | None) -> tuple[dict[str, str], str]:
     """Return where a model's files are, for the process that loads it, and its name."""
+    if is_in_store(model):
+        return {"store": model}, model.rstrip("/").rpartition("/")[2]
     folder = Path(model)
     if (folder / "config.json").is_file():
         return {"folder": str(folder)}, folder.resolve().name

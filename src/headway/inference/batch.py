@@ -11,34 +11,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headway.errors import DataError, HeadwayError, RequestError, what_is_wrong
 from headway.inference.chat import render_chat
 from headway.inference.llm import LLM, Generated
-from headway.inference.load import LoadedModel, load_model, load_run
+from headway.inference.load import ModelSource
 from headway.inference.params import SamplingParams
 from headway.inference.text_engine import EngineOptions
-from headway.track import RunFolder
 
 AT_ONCE = 4096
 """Inputs that are in memory at the same time."""
 
 
-class BatchRequest(BaseModel):
+class BatchRequest(ModelSource):
     """A model, inputs, and how to sample them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    folder: Path | None = None
-    run: Path | None = None
-    checkpoint: Path | None = None
     inputs: Path
     output: Path
-    device: str = "auto"
-    dtype: str = "auto"
-    params: dict[str, Any] = {}
-    options: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class InputLine(BaseModel):
@@ -69,7 +61,7 @@ def run_batch(request: BatchRequest) -> None:
     _say(total=len(lines), done=len(done))
     if not left:
         return
-    llm = LLM(_load(request), options=EngineOptions(**request.options))
+    llm = LLM(request.load(), options=EngineOptions(**request.options))
     count = len(done)
     with request.output.open("a", encoding="utf-8") as output:
         for first in range(0, len(left), AT_ONCE):
@@ -84,13 +76,6 @@ def run_batch(request: BatchRequest) -> None:
                 _say(total=len(lines), done=count)
 
             llm.generate(list(prompts), list(params), on_done=write)
-
-
-def _load(request: BatchRequest) -> LoadedModel:
-    if request.run is not None and request.checkpoint is not None:
-        return load_run(RunFolder(request.run), request.checkpoint, device=request.device, dtype=request.dtype)
-    assert request.folder is not None
-    return load_model(request.folder, device=request.device, dtype=request.dtype)
 
 
 def _read(path: Path) -> Iterator[InputLine]:

@@ -12,10 +12,10 @@ been run once more; what that gave is dropped. Blocks can be reused at once, sin
 
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from headway.inference.scheduler import Chunk, Limits, ScheduledBatch, schedule,
 from headway.inference.sequence import UNKNOWN, FinishReason, Sequence
 from headway.kernels.pointer_table import uploaded
 
+RequestsAtSwap = Literal["finish", "continue"]
+"""What requests that run do when weights are swapped: finish on theirs first, or continue on the new ones."""
 LOGPROB_ROWS = 256
 """Rows of logits that are in memory at once for log-probabilities of a prompt."""
 
@@ -56,6 +58,8 @@ class Output:
     """Probability mass that truncation kept."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """With the first token: those of the prompt; the first token has none."""
+    version: int = 0
+    """Of the weights that sampled it."""
 
 
 @dataclass
@@ -84,6 +88,14 @@ class EngineCounts:
     preemptions: int = 0
 
 
+@dataclass(frozen=True)
+class _Swap:
+    """A change of weights that waits for running requests."""
+
+    version: int
+    change: Callable[[], None]
+
+
 @dataclass
 class _Prompt:
     """Log-probabilities of a prompt so far."""
@@ -94,7 +106,8 @@ class _Prompt:
 class _SampledPass:
     """A pass whose tokens are on their way to the host."""
 
-    def __init__(self, chunks: Rows[Chunk], sampled: Sampled | None) -> None:
+    def __init__(self, chunks: Rows[Chunk], sampled: Sampled | None, version: int) -> None:
+        self.version = version
         self.sequences = [chunk.sequence for chunk in chunks]
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         self.places = [(sequence, sequence.length) for sequence in sampling]
@@ -142,6 +155,9 @@ class InferenceEngine:
         self.running: dict[int, Sequence] = {}
         """Both by arrival."""
         self.counts = EngineCounts()
+        self.version = 0
+        """Of the weights."""
+        self._swap: _Swap | None = None
         self._arrivals = itertools.count()
         self._prompts: dict[int, _Prompt] = {}
         self._outputs: list[Output] = []
@@ -177,6 +193,25 @@ class InferenceEngine:
             if (sequence.request_id, sequence.index) == (request_id, index):
                 self._finish(sequence, "stop", tells=False)
 
+    def swap(self, version: int, change: Callable[[], None], requests: RequestsAtSwap = "finish") -> bool:
+        """Change the weights by calling `change`, now or once running requests have finished; return whether now.
+
+        Requests that have not begun to run get the new weights. Those that `continue` do so with what is in their
+        cache. Nothing that earlier weights computed is shared with others. A second swap takes the place of one that
+        waits.
+        """
+        self._swap = _Swap(version, change)
+        if requests == "continue":
+            self._outputs = self._settled()
+            self._change_weights()
+        else:
+            self._change_weights_if_due()
+        return self._swap is None
+
+    def would_wait(self, requests: RequestsAtSwap) -> bool:
+        """Whether a swap would wait for running requests."""
+        return requests == "finish" and bool(self._begun())
+
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
@@ -186,10 +221,15 @@ class InferenceEngine:
 
     def step(self) -> list[Output]:
         """Run one pass; return what came out of it, or, where passes overlap, out of the one before."""
-        batch = self._begin(schedule(self.waiting.values(), self._continuing(), self.pool, self.limits))
+        batch = self._begin(schedule(self._admissible(), self._continuing(), self.pool, self.limits))
         x_TD = self.runner.run(batch.chunks, self._last_tokens()) if batch.chunks else None
         sampled = self._sample(x_TD, batch)
-        return self._record(_SampledPass(batch.chunks, sampled))
+        return self._record(_SampledPass(batch.chunks, sampled, self.version))
+
+    def _admissible(self) -> list[Sequence]:
+        """Return the waiting sequences that may begin; before a swap only those that have begun once."""
+        self._change_weights_if_due()
+        return [s for s in self.waiting.values() if self._swap is None or s.version is not None]
 
     def _continuing(self) -> list[Sequence]:
         """Return the running sequences that need another token, with all tokens known where sampling reads them."""
@@ -215,6 +255,7 @@ class InferenceEngine:
             self.pool.share(shared)
             sequence.blocks, sequence.computed = shared, len(shared) * self.pool.size
             sequence.published = len(shared)
+            sequence.version = self.version
             self.running[sequence.arrival] = self.waiting.pop(sequence.arrival)
             self.counts.prompt_tokens += len(sequence.token_ids)
             self.counts.shared_tokens += sequence.computed
@@ -281,6 +322,7 @@ class InferenceEngine:
                     ),
                     None if asked is None else kept[row],
                     self._prompt_of(sequence),
+                    passed.version,
                 )
             )
             if finish is not None:
@@ -288,6 +330,26 @@ class InferenceEngine:
             else:
                 self._switch(sequence)
         return outputs
+
+    # -- new weights
+
+    def _begun(self) -> list[Sequence]:
+        """Return the sequences that have begun to run; some wait again, after a preemption."""
+        return [*self.running.values(), *(s for s in self.waiting.values() if s.version is not None)]
+
+    def _change_weights_if_due(self) -> None:
+        if self._swap is not None and not self._begun():
+            self._change_weights()
+
+    def _change_weights(self) -> None:
+        """Change the weights between two passes; the device runs passes and changes in order."""
+        assert self._swap is not None
+        swap, self._swap = self._swap, None
+        swap.change()
+        self.version = swap.version
+        self.pool.forget_prefixes()
+        for sequence in self.running.values():
+            sequence.stale = True
 
     # -- parts of a step
 
@@ -301,7 +363,7 @@ class InferenceEngine:
 
     def _publish(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full by now."""
-        if not self.pool.shares_prefixes:
+        if not self.pool.shares_prefixes or sequence.stale:
             return
         hashes = sequence.block_hashes(self.pool.size)
         full = min(sequence.computed // self.pool.size, len(hashes), len(sequence.blocks))

@@ -1,13 +1,15 @@
 """Offline inference in Python: `LLM(path).generate(prompts, params)` and `.chat(messages)`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from headway.inference.chat import render_chat
-from headway.inference.engine import TokenLogprobs
-from headway.inference.load import LoadedModel, load_model
+from headway.inference.engine import RequestsAtSwap, TokenLogprobs
+from headway.inference.load import LoadedModel, copy_into, load_model
 from headway.inference.params import SamplingParams
 from headway.inference.sequence import FinishReason
 from headway.inference.text_engine import EngineOptions, TextEngine
@@ -44,7 +46,7 @@ class Generated:
 
 
 class LLM:
-    """A model in this process: a Hugging Face folder, a run, RUN@STEP, or what `load_model` returned."""
+    """A model in this process: a Hugging Face folder, a run, RUN@STEP, an address in a store, or a loaded model."""
 
     def __init__(
         self,
@@ -106,6 +108,15 @@ class LLM:
         ]
         assert self.model.tokenizer is not None, "a chat template needs one"
         return self.generate([self.model.tokenizer.encode(text).tolist() for text in texts], params)
+
+    def swap_weights(self, weights: Mapping[str, Tensor], version: int, *, requests: RequestsAtSwap = "finish") -> None:
+        """Copy new weights, by parameter name, into the model; `version` is noted with the tokens that they sample."""
+        waits = self.engine.engine.would_wait(requests)
+        self.engine.engine.swap(version, copy_into(self.model.module, weights, keep=waits), requests)
+
+    def update_weights(self, change: Callable[[], None], version: int, *, requests: RequestsAtSwap = "finish") -> None:
+        """Have `change` alter the weights in place, where the model is that of a trainer in this process."""
+        self.engine.engine.swap(version, change, requests)
 
     def params(self, **changes: Any) -> SamplingParams:
         """Return sampling parameters: the model's defaults, with changes."""

@@ -1,4 +1,4 @@
-"""Models to serve: from a Hugging Face folder, or from a checkpoint of a run.
+"""Models to serve: from a Hugging Face folder, from a checkpoint of a run in a folder or an object store, or live.
 
 Nothing from either is executed: weights are safetensors, settings JSON; a chat template runs in a sandbox, and a class
 of the user's own is one that the recipe names and the user has installed.
@@ -6,12 +6,16 @@ of the user's own is one that the recipe names and the user has installed.
 
 import inspect
 import json
+import re
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
 
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
 from headway.errors import DataError, ModelError, RunError
@@ -21,6 +25,7 @@ from headway.recipe import Model, Recipe
 from headway.recipe.huggingface import read_model
 from headway.recipe.rope import RotaryModel
 from headway.state import OpenCheckpoint, find_checkpoint, open_checkpoint
+from headway.state.address import RUN_FILES, address_in_store, is_in_store, open_address, split_address
 from headway.state.tensors import load_weights, read_tensors
 from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
 
@@ -28,6 +33,31 @@ DEFAULT_LENGTH = 8192
 """Tokens of a sequence, for a model that does not say."""
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Keys of generation_config.json that a request takes over."""
+
+
+_FILE_OF_RUN = re.compile(r"(recipe|data|tokenizer)\.json|huggingface/[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+"""Files of a run in a store that a model needs: names come from there, and none leads out of the folder."""
+
+
+class ModelSource(BaseModel):
+    """Where a process finds its model: a Hugging Face folder, a run's folder and checkpoint, or a store's address."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Path | None = None
+    run: Path | None = None
+    checkpoint: Path | None = None
+    store: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def load(self) -> "LoadedModel":
+        """Load it."""
+        if self.run is not None and self.checkpoint is not None:
+            return load_run(RunFolder(self.run), self.checkpoint, device=self.device, dtype=self.dtype)
+        source = self.store or self.folder
+        assert source is not None
+        return load_model(source, device=self.device, dtype=self.dtype)
 
 
 @dataclass
@@ -69,7 +99,9 @@ class LoadedModel:
 def load_model(
     source: str | Path, *, device: str = "auto", dtype: str = "auto", runs: Path | None = None
 ) -> LoadedModel:
-    """Load a Hugging Face folder, or RUN, RUN@STEP or `last`."""
+    """Load a Hugging Face folder; RUN, RUN@STEP or `last`; or s3://bucket/RUN, with @STEP if not the newest."""
+    if is_in_store(str(source)):
+        return load_store(str(source), device=device, dtype=dtype)
     folder = Path(source)
     if (folder / "config.json").is_file():
         return load_folder(folder, device=device, dtype=dtype)
@@ -105,6 +137,60 @@ def load_run(
     name = f"{run.name}@{source.manifest.step}"
     loaded = LoadedModel(name, module.eval(), place, vocabulary, _run_length(recipe, run), step=source.manifest.step)
     return _with_text(loaded, run.companions, run.tokenizer_file, _end_of_text(run))
+
+
+def load_store(address: str, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Load a checkpoint of a run that uploads to an object store: weights are read from there, nothing is kept."""
+    from headway.state.object_store import open_store
+    from headway.state.store_checkpoint import list_remote
+
+    url, step = split_address(address)
+    store = open_store(url)
+    names = [item.key.removeprefix(f"{RUN_FILES}/") for item in store.list(RUN_FILES)]
+    steps = [entry.step for entry in list_remote(store)]
+    if "recipe.json" not in names or not steps:
+        raise RunError(f"there is no run with a checkpoint at {url}", hint="for example s3://bucket/RUN, or @STEP")
+    if step is not None and step not in steps:
+        raise RunError(f"{url} has no checkpoint of step {step}", hint=f"it has {', '.join(map(str, steps))}")
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder(Path(folder) / url.rpartition("/")[2])
+        for name in filter(_FILE_OF_RUN.fullmatch, names):
+            path = run.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(store.get(f"{RUN_FILES}/{name}"))
+        checkpoint = open_address(address_in_store(url, max(steps) if step is None else step))
+        return load_run(run, checkpoint, device=device, dtype=dtype)
+
+
+def live_model(decoder: Decoder, tokenizer: TextTokenizer | None = None, *, name: str = "live") -> LoadedModel:
+    """Return a model that a trainer in this process holds: the engine reads the trainer's own weights."""
+    parameter = next(decoder.parameters())
+    longest = decoder.model.longest or DEFAULT_LENGTH
+    loaded = LoadedModel(name, decoder, parameter.device, decoder.model.vocabulary, longest, tokenizer)
+    if tokenizer is not None:
+        loaded.vocabulary = min(loaded.vocabulary, tokenizer.vocab_size)
+        loaded.end_ids = (tokenizer.end_of_text,) if tokenizer.end_of_text >= 0 else ()
+    return loaded
+
+
+def copy_into(module: nn.Module, weights: Mapping[str, Tensor], *, keep: bool = False) -> Callable[[], None]:
+    """Return a function that copies weights into a module in place; with `keep`, theirs as they are now."""
+    own = dict(module.named_parameters())
+    unknown, missing = sorted(weights.keys() - own.keys()), sorted(own.keys() - weights.keys())
+    if unknown or missing:
+        which = f"{unknown[0]} is not in the model" if unknown else f"{missing[0]} is missing"
+        raise ModelError(f"these weights are not the model's: {which}")
+    for name, weight in weights.items():
+        if weight.shape != own[name].shape:
+            raise ModelError(f"{name} has shape {tuple(weight.shape)}, the model's {tuple(own[name].shape)}")
+    values = {name: weight.detach().clone() if keep else weight for name, weight in weights.items()}
+
+    @torch.no_grad()
+    def change() -> None:
+        for name, parameter in own.items():
+            parameter.copy_(values[name])
+
+    return change
 
 
 def _filled(recipe: Recipe, source: OpenCheckpoint, name: str) -> nn.Module:

@@ -40,6 +40,10 @@ class Sequence:
     """Hash of each full block and all before it."""
     long: bool = False
     """Whether it is past LongRoPE's switch: keys and values of shorter sequences do not fit."""
+    version: int | None = None
+    """Of the weights that it began to run with."""
+    stale: bool = False
+    """Whether keys and values in its blocks are of earlier weights: none of them can be shared."""
     finish: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -71,4 +75,4 @@ class Sequence:
 
     def forget(self) -> None:
         """Start over: nothing of it is in the cache."""
-        self.computed, self.published, self.blocks = 0, 0, []
+        self.computed, self.published, self.blocks, self.stale = 0, 0, [], False

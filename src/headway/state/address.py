@@ -7,6 +7,8 @@ from headway.errors import UsageError
 from headway.recipe import Store
 from headway.state.read_checkpoint import OpenCheckpoint, open_checkpoint
 
+RUN_FILES = "folder"
+"""Where a run's small files are under its URL."""
 _IN_STORE = re.compile(r"([a-z][a-z0-9]*://.+)/step-(\d+)/?|([a-z][a-z0-9]*://[^/@]*/[^@]+)@(\d+)")
 
 

@@ -35,13 +35,13 @@ from headway.agent.remote.bundle import (
     stored_record_path,
 )
 from headway.errors import RunError, StateError
-from headway.state.address import address_in_store
+from headway.state.address import RUN_FILES, address_in_store
 from headway.state.object_store import ObjectStore, open_store
 from headway.state.store_checkpoint import list_remote
 from headway.track import RunFolder, lock_holder, write_json
 from headway.track.access import PRIVATE, new_run_mode, umask_of
 
-FOLDER, RECORDS, SAID = "folder", "records", "said"
+FOLDER, RECORDS, SAID = RUN_FILES, "records", "said"
 LOOK_S = 2.0
 EVERY_S = 60.0
 OBJECT_BYTES = 4 << 20

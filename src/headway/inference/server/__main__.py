@@ -18,37 +18,27 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from headway.errors import HeadwayError, UsageError
-from headway.inference.load import load_model, load_run
+from headway.inference.load import ModelSource
 from headway.inference.server.app import make_app
 from headway.inference.server.service import EngineService
 from headway.inference.text_engine import EngineOptions, TextEngine
-from headway.track import RunFolder
 
 DRAIN_S = 30
 """How long requests under way may take once the server is told to end."""
 
 
-class ServeRequest(BaseModel):
+class ServeRequest(ModelSource):
     """What to serve, where, and how much it may take."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    folder: Path | None = None
-    """A Hugging Face folder."""
-    run: Path | None = None
-    """Or the folder of a run, with one of its checkpoints."""
-    checkpoint: Path | None = None
     name: str
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: Path | None = None
-    device: str = "auto"
-    dtype: str = "auto"
     max_waiting: int = 1024
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Of `EngineOptions`."""
 
 
@@ -66,12 +56,8 @@ def serve(request: ServeRequest) -> None:
     """Load the model, listen and answer."""
     key = None if request.api_key_file is None else _key(request.api_key_file)
     listener = _listen(request.host, request.port)  # before the model is loaded: a port that is taken is told at once
-    if request.run is not None and request.checkpoint is not None:
-        loaded = load_run(RunFolder(request.run), request.checkpoint, device=request.device, dtype=request.dtype)
-    else:
-        assert request.folder is not None
-        loaded = load_model(request.folder, device=request.device, dtype=request.dtype)
-    service = EngineService(TextEngine(loaded, EngineOptions(**request.options)), max_waiting=request.max_waiting)
+    engine = TextEngine(request.load(), EngineOptions(**request.options))
+    service = EngineService(engine, max_waiting=request.max_waiting)
     config = uvicorn.Config(
         make_app(service, request.name, key), log_level="warning", timeout_graceful_shutdown=DRAIN_S, lifespan="off"
     )
