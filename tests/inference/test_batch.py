@@ -9,7 +9,7 @@ import torch
 
 from headway.data.tokenizer import train_tokenizer
 from headway.errors import DataError
-from headway.inference import LLM, LoadedModel, SamplingParams, batch
+from headway.inference import LLM, LoadedModel, SamplingParams
 from headway.inference.batch import BatchRequest, run_batch
 from headway.models import empty_decoder, init_weights
 from headway.recipe import Model
@@ -24,7 +24,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     init_weights(decoder, seed=0)
     tokenizer = train_tokenizer(["def headway(steps):\n    return steps"] * 3, vocab_size=290)
     model = LoadedModel("tiny", decoder.eval(), torch.device("cpu"), 290, 100, tokenizer)
-    monkeypatch.setattr(batch, "_load", lambda _: model)
+    monkeypatch.setattr(BatchRequest, "load", lambda _: model)
     return model
 
 
