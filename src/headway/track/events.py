@@ -141,6 +141,10 @@ class Recorder:
         """Events that were lost."""
         self.trouble: str | None = None
         """Why the last events are not in the file yet, as a sentence."""
+        self.on_trouble: Callable[[int, int], None] = lambda _nanoseconds, _errno: None
+        """Called in its thread with how long events could not be written, at least every second, and why; with zeros
+        once they are."""
+        self._trouble_since: int | None = None
         self._clock, self._backlog_bytes = clock, backlog_bytes
         self._lost, self._lost_since = 0, 0
         self._closed = False
@@ -186,6 +190,11 @@ class Recorder:
         """What waits in memory, without what `flush` would wait for; None for nothing. Never waits for the disk."""
         unwritten = self._unwritten
         return unwritten if unwritten.lines else None
+
+    def trouble_s(self) -> float:
+        """How long ago the first of the events that wait could not be written; 0 if none waits."""
+        since = self._trouble_since
+        return 0.0 if since is None else (self._clock() - since) / 1e9
 
     def close(self, timeout_s: float = 10.0) -> str | None:
         """Write pending events and close the file; return why some are not written, if so."""
@@ -248,8 +257,14 @@ class Recorder:
             while sent < len(data):
                 sent += os.write(self._file, data[sent:] if sent else data)
                 self.trouble = None
+            if self._trouble_since is not None:
+                self._trouble_since = None
+                self.on_trouble(0, 0)
         except OSError as error:
             self.trouble = f"cannot write {self.path}: {error.strerror}"
+            now = self._clock()
+            self._trouble_since = now if self._trouble_since is None else self._trouble_since
+            self.on_trouble(max(1, now - self._trouble_since), error.errno or 0)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 self._reopen()
         if sent:

@@ -3,8 +3,9 @@
 A worker writes a few numbers whenever it makes progress, without a system call; the agent polls them. One page per
 worker:
 
-    step, phase, module, marks (in this step), at (time of the last mark), longest gap by phase (current and previous
-    window), and when its last steps had their data ready and their forward pass done
+    step, phase, module, marks (in this step), at (time of the last mark), how long its records could not be written and
+    why, longest gap by phase (current and previous window), and when its last steps had their data ready and their
+    forward pass done
 
 The gap between two marks is how long the work between them took; the longest completed gap bounds how long a later one
 may take before it counts as a hang (agent/supervise/hang_detector.py).
@@ -13,6 +14,7 @@ may take before it counts as a hang (agent/supervise/hang_detector.py).
 import mmap
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -29,7 +31,7 @@ WINDOW = 128
 TURNS = 64
 """Number of steps whose arrivals are stored."""
 
-_STEP, _PHASE, _MODULE, _MARKS, _AT, _USUAL = range(6)
+_STEP, _PHASE, _MODULE, _MARKS, _AT, _USUAL, _UNRECORDED, _ERRNO = range(8)
 _NOW = 8
 _BEFORE = _NOW + len(PHASES)
 _ARRIVALS = _BEFORE + len(PHASES)
@@ -126,10 +128,29 @@ class HeartbeatWriter:
         self.enter("compute")
         self._numbers[self._arrival + 1] = self._at
 
+    def unrecorded(self, nanoseconds: int, errno: int) -> None:
+        """Publish how long the worker's records could not be written, and why; 0 if they are. In any thread."""
+        self._numbers[_ERRNO] = errno
+        self._numbers[_UNRECORDED] = nanoseconds
+
     def forward(self) -> None:
         """Record the end of a forward pass; the last of a step counts."""
         self.mark()
         self._numbers[self._arrival + 2] = self._at
+
+
+@dataclass(frozen=True)
+class UnrecordedWorker:
+    """A worker whose records cannot be written."""
+
+    rank: int
+    seconds: float
+    errno: int
+
+    @property
+    def text(self) -> str:
+        """It in one sentence."""
+        return f"cannot write the records of worker {self.rank}: {os.strerror(self.errno)}"
 
 
 class HeartbeatPages:
@@ -161,6 +182,13 @@ class HeartbeatPages:
             numbers[_AT],
             longest,
         )
+
+    def unrecorded(self, ranks: Iterable[int]) -> UnrecordedWorker | None:
+        """Return the worker whose records could not be written for the longest time; None if all are."""
+        pages = {rank: self.page(rank).cast("Q") for rank in ranks}
+        waiting = [(numbers[_UNRECORDED], -rank, numbers[_ERRNO]) for rank, numbers in pages.items()]
+        longest, rank, errno = max(waiting, default=(0, 0, 0))
+        return UnrecordedWorker(-rank, longest / 1e9, errno) if longest else None
 
     def arrivals(self, rank: int) -> list[Arrival]:
         """Return a worker's arrivals, by step, for the last `TURNS` steps."""

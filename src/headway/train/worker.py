@@ -75,6 +75,7 @@ def work(
     """Join the others, build the parts, train; return True when all steps are done, False if stopped earlier."""
     pulse, *files = message.descriptors
     beat = HeartbeatWriter(HeartbeatPages(assignment.workers, pulse).page(assignment.rank))
+    recorder.on_trouble = beat.unrecorded
     beat.enter("join")
     if assignment.device == "cuda":
         with recorder.span("context"):  # separate, since nothing makes it shorter

@@ -1,13 +1,16 @@
 """A run's folder that vanishes: noticed, told once, and nothing created in its place. Clocks are stepped by hand."""
 
+import errno
+import os
 import threading
 
 import pytest
 
 from headway.agent.supervise.storage_monitor import SILENT_S, FolderLook, FolderMonitor, StorageReporter, folder_trouble
 from headway.errors import FolderGone
-from headway.track import create_run
+from headway.track import Recorder, create_run
 from headway.track.folder_identity import FolderIdentity, open_identity
+from headway.track.heartbeat import HeartbeatPages, HeartbeatWriter, UnrecordedWorker
 
 
 class Clock:
@@ -21,8 +24,19 @@ class Clock:
 class Events:
     """Stands for the agent's recorder."""
 
-    def __init__(self):
-        self.texts, self.trouble = [], None
+    def __init__(self, clock):
+        self.texts, self._clock, self._since, self.trouble = [], clock, 0.0, None
+
+    @property
+    def trouble(self):
+        return self._trouble
+
+    @trouble.setter
+    def trouble(self, text):
+        self._trouble, self._since = text, self._clock()
+
+    def trouble_s(self):
+        return 0.0 if self._trouble is None else self._clock() - self._since
 
     def event(self, kind, *, text, works):
         assert kind == "storage"
@@ -96,7 +110,8 @@ def test_file_system_that_hangs_blocks_nothing_but_the_look(tmp_path):
 
 
 def test_trouble_is_recorded_once_and_the_step_told_until_it_ends():
-    clock, events, told, trouble = Clock(), Events(), [], [None]
+    clock, told, trouble = Clock(), [], [None]
+    events = Events(clock)
     reporter = StorageReporter(lambda: trouble[0], lambda text, step: told.append((text, step)), 600.0, clock)
     reporter.attend(events, 1)
     assert (events.texts, told) == ([], [])
@@ -118,7 +133,8 @@ def test_trouble_is_recorded_once_and_the_step_told_until_it_ends():
 
 def test_run_stops_only_when_records_cannot_be_written_for_too_long():
     """A folder that is gone does not end it while open files take its records."""
-    clock, events, trouble = Clock(), Events(), ["the folder is gone"]
+    clock, trouble = Clock(), ["the folder is gone"]
+    events = Events(clock)
     reporter = StorageReporter(lambda: trouble[0], lambda _text, _step: None, 600.0, clock)
 
     def after(seconds):
@@ -138,3 +154,64 @@ def test_run_stops_only_when_records_cannot_be_written_for_too_long():
     assert not after(600)
     assert after(1)
     assert reporter.lasted_s() == 601
+
+
+def test_records_of_a_worker_that_fail_first_are_reported_at_once_and_counted_from_then():
+    """The agent's own file still has room in its last block."""
+    clock, told = Clock(), []
+    events = Events(clock)
+    reporter = StorageReporter(lambda: None, lambda text, step: told.append((text, step)), 600.0, clock)
+    reporter.attend(events, 7, UnrecordedWorker(1, 3.0, errno.ENOSPC))
+    assert [step for _, step in told] == [7]
+    assert events.texts[0][0].startswith("cannot write the records of worker 1: No space left on device; training")
+    clock.now += 54
+    events.trouble = "cannot write a: No space left on device"  # the agent's own, much later
+    reporter.attend(events, 8, UnrecordedWorker(1, 57.0, errno.ENOSPC))
+    clock.now += 6
+    events.trouble = None
+    reporter.attend(events, 9)
+    assert "works again after 63 s" in events.texts[1][0]
+
+
+def test_worker_without_records_for_too_long_stops_the_run():
+    """On a node without the run's folder the agent's own records are written elsewhere."""
+    clock = Clock()
+    events = Events(clock)
+    reporter = StorageReporter(lambda: None, lambda _text, _step: None, 600.0, clock)
+    for seconds, lasted in ((1.0, False), (600.0, False), (600.5, True)):
+        reporter.attend(events, 1, UnrecordedWorker(0, seconds, errno.EDQUOT))
+        assert reporter.has_lasted() is lasted
+    reporter.attend(events, 1)
+    assert not reporter.has_lasted()
+
+
+def test_failing_record_of_a_worker_is_seen_in_its_heartbeat(tmp_path, monkeypatch):
+    clock, pages, write = Clock(), HeartbeatPages(2), os.write
+    is_full = threading.Event()
+
+    def write_unless_full(file, data):
+        if is_full.is_set() and data.endswith(b"}\n"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", write_unless_full)
+    beat = HeartbeatWriter(pages.page(1))
+    path = tmp_path / "0001-rank-1.jsonl"
+    with Recorder(path, attempt=1, process="rank-1", clock=lambda: int(clock() * 1e9)) as recorder:
+        recorder.on_trouble = beat.unrecorded
+        is_full.set()
+        recorder.event("step", step=1)
+        assert not recorder.flush(300)
+        first = pages.unrecorded([0, 1])
+        assert first is not None
+        assert (first.rank, first.errno) == (1, errno.ENOSPC)
+        assert first.seconds < 1
+        clock.now += 20
+        assert not recorder.flush(300)
+        assert pages.unrecorded([0, 1]) == UnrecordedWorker(1, 20.0, errno.ENOSPC)
+        assert recorder.trouble_s() == 20
+        assert pages.unrecorded([0]) is None, "a worker that has ended does not count"
+        is_full.clear()
+        assert recorder.flush(300)
+        assert pages.unrecorded([0, 1]) is None
+    pages.close()

@@ -36,6 +36,7 @@ from headway.state import list_checkpoints
 from headway.state.address import open_address
 from headway.track import Recorder, RunFolder, read_recipe, read_record, record_path, run_id
 from headway.track.carried_records import parse_records
+from headway.track.heartbeat import UnrecordedWorker
 
 POLL_S = 0.15
 ALIVE_S = 1.0
@@ -72,6 +73,7 @@ class AgentContext:
     """The failure of the storage for which the run stops."""
     _last: float = field(default_factory=time.monotonic)
     _signed: float = 0.0
+    _unrecorded: UnrecordedWorker | None = None
 
     def tick(self) -> None:
         """Called again and again; records every second that it is alive, so that a killed agent's time counts."""
@@ -83,9 +85,13 @@ class AgentContext:
             self._signed = now
             self.recorder.event("alive")
         self._last = now
-        self.reporter.attend(self.recorder, self.monitor.step)
+        if ranks := self.workers.pids():  # else they have ended, and what they could not write is still not written
+            self._unrecorded = self.monitor.pulses.unrecorded(ranks)
+        worker = self._unrecorded
+        self.reporter.attend(self.recorder, self.monitor.step, worker)
         if self.outage is None and not self.stop_signals.asked and self.reporter.has_lasted():
-            self.outage = f"records could not be written for {self.outage_s:.0f} s ({self.recorder.trouble})"
+            trouble = self.recorder.trouble or (worker and worker.text)
+            self.outage = f"records could not be written for {self.outage_s:.0f} s ({trouble})"
             self.stop_signals.asked = 1
             text = f"{self.outage}: saving where it can, and stopping"
             self.recorder.event("storage", text=text, works=False)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from headway.errors import FolderGone
 from headway.track import Recorder, RunFolder
 from headway.track.folder_identity import FolderIdentity, FolderState, compare_folders, identify
+from headway.track.heartbeat import UnrecordedWorker
 
 LOOK_EVERY_S = 0.5
 SILENT_S = 10.0
@@ -122,10 +123,15 @@ class StorageReporter:
         """What is wrong now, if anything is."""
         return self._folder_trouble() or recorder.trouble
 
-    def attend(self, recorder: Recorder, step: int) -> None:
-        """Report what has changed since the last call, and the step while there is trouble."""
-        trouble, now = self.trouble(recorder), self._clock()
-        self._unrecorded_since = None if recorder.trouble is None else self._unrecorded_since or now
+    def attend(self, recorder: Recorder, step: int, worker: UnrecordedWorker | None = None) -> None:
+        """Report what has changed since the last call, and the step while there is trouble.
+
+        Records of a `worker` may fail long before the agent's: a full disk has room left in the last block of a file.
+        """
+        trouble, now = self.trouble(recorder) or (worker and worker.text), self._clock()
+        unrecorded_s = max(recorder.trouble_s(), worker.seconds if worker else 0.0)
+        is_unrecorded = recorder.trouble is not None or worker is not None
+        self._unrecorded_since = now - unrecorded_s if is_unrecorded else None
         if trouble is None:
             if self._since is not None:
                 text = f"the run's folder works again after {now - self._since:.0f} s; nothing waits in memory any more"
@@ -135,7 +141,7 @@ class StorageReporter:
             return
         text = f"{trouble}; training continues, and what cannot be written waits in memory"
         if self._since is None:
-            self._since = now
+            self._since = now - unrecorded_s  # as of the first write that failed
             recorder.event("storage", text=text, works=False)
         elif now - self._told_at < REPORT_EVERY_S:
             return
