@@ -37,14 +37,19 @@ def doctor(
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=30, help="Approximate time to measure.")] = 5.0,
     engine: Annotated[
-        str | None, typer.Option("--engine", metavar="ENGINE", help="Check an engine's configuration: slurm.")
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="ENGINE",
+            help="Check an engine: slurm's configuration, or whether ray accepts this process.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Check storage, network or an engine before a run."""
     _check(network, with_, listen)
     if storage is None and not network and engine is None:
-        raise UsageError("nothing to check", hint="use --storage PATH, --network or --engine slurm")
+        raise UsageError("nothing to check", hint="use --storage PATH, --network or --engine slurm|ray")
     if listen is not None:
         _listen(listen, _token(token_env))
         return

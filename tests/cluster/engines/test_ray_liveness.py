@@ -9,12 +9,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from eventually import eventually
-from headway.cluster.engines.ray.liveness import Answer, RayletAddress, answers, judge
+from headway.cluster.engines.ray.engine import _connect
+from headway.cluster.engines.ray.liveness import Answer, Liveness, RayletAddress, answers, judge
+from headway.errors import EngineUnreachable
 from headway.recipe import to_toml
 
 GCS = ("head", 1)
@@ -49,6 +52,30 @@ def test_liveness_follows_from_who_answers(
     liveness = judge(lambda _, port: down.get(port, "yes"), GCS, lambda: raylets)
     assert liveness.state == state
     assert reason in liveness.reason
+
+
+@pytest.mark.parametrize(
+    ("here", "loopback"), [("127.0.0.1", True), ("10.0.0.7", False)], ids=["on loopback", "at its main address"]
+)
+def test_raylet_on_loopback_is_told_from_one_at_the_main_address(here: str, loopback: bool) -> None:
+    """Ray turns 127.0.0.1 into the main address, where a cluster on loopback does not listen."""
+    raylets = [RayletAddress("10.0.0.7", 2, head=True, here=False), RayletAddress(here, 3, head=False, here=True)]
+    assert judge(lambda _, _port: "yes", ("127.0.0.1", 1), lambda: raylets) == Liveness("alive", loopback=loopback)
+
+
+def test_connection_that_hangs_ends_at_its_limit() -> None:
+    released, fake = threading.Event(), SimpleNamespace(shutdown=lambda: None, init=lambda **_: released.wait())
+    with pytest.raises(EngineUnreachable, match=r"at 127\.0\.0\.1:1 answers, but did not accept this process within 0"):
+        _connect(fake, "127.0.0.1:1", 0.05)
+    released.set()
+
+
+def test_error_of_a_connection_is_raised_where_it_was_asked_for() -> None:
+    def fail(**_: object) -> None:
+        raise ConnectionError("refused")
+
+    with pytest.raises(ConnectionError, match="refused"):
+        _connect(SimpleNamespace(init=fail), "127.0.0.1:1", 300)
 
 
 def test_servers_that_answer_hang_or_are_gone_are_told_apart() -> None:
@@ -170,3 +197,13 @@ def test_verbs_report_a_cluster_whose_raylet_died_and_requeue_replaces_a_local_o
     assert requeued.returncode == 0, requeued.stderr
     assert desk.address != dead
     eventually(lambda: desk.jobs()["a"]["state"] == "finished", desk.jobs, poll_s=1)
+
+
+@pytest.mark.slow
+def test_cluster_on_loopback_is_reached_by_its_address_without_any_variable(desk: "Desk") -> None:
+    """It used to be looked for at the main address, for ten minutes."""
+    assert desk.headway("nodes", "--engine", "ray").returncode == 0  # starts it
+    desk.settings(desk.address)
+    done = desk.headway("doctor", "--engine", "ray", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["engine"]["machines"]) == 1

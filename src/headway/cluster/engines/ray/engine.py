@@ -5,17 +5,20 @@ cluster, refuses what can never fit, and calls that actor. It needs the extra `r
 node.
 """
 
+import atexit
 import getpass
 import logging
 import os
 import secrets
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 from headway.cluster.engines.engine import (
@@ -41,6 +44,8 @@ ANSWER_S = 60.0
 """Longer than the first process of a cluster needs to start on a busy machine."""
 INVENTORY_S = 2.0
 """How long an inventory stays valid: whether jobs can ever fit hardly changes."""
+CONNECT_S = 60.0
+"""How long a cluster that is alive may take to accept this process; Ray itself would try for ten minutes."""
 TRIES = 20
 """Calls may be repeated: job ids come from the client, and a second cancel has no effect."""
 HEAD = {"node:__internal_head__": 0.001}
@@ -193,7 +198,7 @@ class RayEngine(Engine):
                 )
             logging.getLogger("ray").setLevel(logging.CRITICAL)  # job states tell of lost nodes
             with ray_errors(ray):
-                ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+                _connect(ray, address)
         return ray
 
     def _live_address(self) -> str | None:
@@ -206,6 +211,8 @@ class RayEngine(Engine):
             raise UsageError(f"invalid Ray address {self.address!r}", hint="HOST:PORT or local") from None
         if liveness is None or (local and liveness.state == "dead"):
             return None
+        if liveness.loopback:
+            _look_on_loopback()
         if liveness.state != "alive":
             within = f" within {self.probe_s:g} s" if liveness.state == "hung" else ""
             raise EngineUnreachable(
@@ -244,6 +251,44 @@ def _import_ray(address: str) -> Any:
     except ImportError:
         raise EngineError("Ray is not installed", hint="pip install 'headway[ray]'") from None
     return ray
+
+
+def _look_on_loopback() -> None:
+    """Have Ray find the raylet of this machine on loopback; it would look for it, and for the GCS, at the main address.
+
+    The variable is for processes that this one starts: Ray has read it on import.
+    """
+    from ray._private import ray_constants
+
+    os.environ.update(LOOPBACK)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _connect(ray: Any, address: str, limit_s: float = CONNECT_S) -> None:
+    """Connect this process; raise EngineUnreachable after `limit_s`.
+
+    In a thread, since Ray waits in C++ code where no signal of Python is handled.
+    """
+    ended = SimpleQueue[BaseException | None]()
+
+    def connect() -> None:
+        try:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+            ended.put(None)
+        except BaseException as error:
+            ended.put(error)
+
+    threading.Thread(target=connect, name="ray", daemon=True).start()
+    try:
+        error = ended.get(timeout=limit_s)
+    except Empty:
+        atexit.unregister(ray.shutdown)  # it would wait for the thread
+        raise EngineUnreachable(
+            f"the Ray cluster at {address} answers, but did not accept this process within {limit_s:g} s",
+            hint=f"ray status --address {address} shows its state; its logs are in /tmp/ray/session_latest/logs",
+        ) from None
+    if error is not None:
+        raise error
 
 
 @contextmanager

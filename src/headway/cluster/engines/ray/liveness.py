@@ -37,6 +37,8 @@ class Liveness:
 
     state: Literal["alive", "dead", "hung"]
     reason: str = ""
+    loopback: bool = False
+    """Whether the live raylet on this machine listens on loopback, where Ray looks only if it is told to."""
 
 
 def cluster_liveness(address: str, timeout_s: float) -> Liveness:
@@ -59,7 +61,7 @@ def judge(
             return Liveness("dead", "nothing listens there")
         case "silent":
             return Liveness("hung", "its GCS does not answer")
-    listed = raylets()
+    listed, loopback = raylets(), False
     if listed is None:
         return Liveness("hung", "its GCS does not list its nodes")
     for role, candidates in (
@@ -70,11 +72,12 @@ def judge(
         for raylet in candidates:
             replies.add(ask(raylet.host, raylet.port))
             if "yes" in replies:
+                loopback = raylet.host.startswith("127.")  # the last role is that of this machine
                 break
         if "yes" not in replies:
             state: Literal["dead", "hung"] = "hung" if "silent" in replies else "dead"
             return Liveness(state, f"its GCS answers, but no raylet {role} does")
-    return Liveness("alive")
+    return Liveness("alive", loopback=loopback)
 
 
 def answers(host: str, port: int, timeout_s: float) -> Answer:
