@@ -1,6 +1,7 @@
 """The ledger against hand-worked runs, a tick-by-tick oracle and streams of every kind of damage."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -776,3 +777,13 @@ def test_accounts_of_damaged_records_sum_to_total(tmp_path_factory, data):
     except RunError:  # a flipped digit may make a newer format of it
         return
     check_balance(account(records))
+
+
+def test_peak_that_steps_exceed_gives_no_utilization() -> None:
+    """The peak of a CPU was measured while other processes had its cores."""
+    for useful_ns, mfu in ((50, 0.5), (100, 1.0), (209, None)):
+        accounts = dict.fromkeys(ACCOUNTS, 0) | {"compute": 90, "data stall": 10}
+        ledger = replace(account([]), accounts=accounts, useful_ns=useful_ns, useful_full_attention_ns=2 * useful_ns)
+        assert ledger.mfu == mfu
+        assert ledger.peak_too_low is (mfu is None)
+        assert (ledger.mfu_full_attention is None) is (mfu is None)

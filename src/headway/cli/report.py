@@ -164,6 +164,8 @@ def _accounts(ledger: Ledger, predicted: dict[str, float]) -> list[str]:
 
 def _useful(ledger: Ledger, peak: str) -> list[str]:
     """Return useful time and MFU by both conventions; nothing if the peak is unknown."""
+    if ledger.peak_too_low:
+        return [f"MFU: not measured: steps were faster than the peak, measured on a busy machine ({peak})"]
     if ledger.useful_ns is None or ledger.mfu is None:
         return []
     share = ledger.useful_ns / ledger.total_ns if ledger.total_ns else 0.0

@@ -138,11 +138,12 @@ class LiveStatus:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs per second over the peak of all workers."""
+        """Model FLOPs per second over the peak of all workers; None if that peak cannot be right, as in the report."""
         peak, speed = self.facts.get("peak_flops"), self.tokens_per_s
         if not peak or speed is None:
             return None
-        return float(speed * self.facts["flops_per_token"] / (peak * self.workers))
+        share = float(speed * self.facts["flops_per_token"] / (peak * self.workers))
+        return share if share <= 1 else None
 
     @property
     def seconds_left(self) -> float | None:

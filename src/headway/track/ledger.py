@@ -148,13 +148,20 @@ class Ledger:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization during the kept steps (compute and data stall)."""
-        return self._over_steps(self.useful_ns)
+        """Model FLOPs utilization during the kept steps (compute and data stall); None if the peak is unknown or too
+        low."""
+        return None if self.peak_too_low else self._over_steps(self.useful_ns)
 
     @property
     def mfu_full_attention(self) -> float | None:
         """The same, also counting the masked half of attention."""
-        return self._over_steps(self.useful_full_attention_ns)
+        return None if self.peak_too_low else self._over_steps(self.useful_full_attention_ns)
+
+    @property
+    def peak_too_low(self) -> bool:
+        """Whether steps were faster than the peak allows: that of a CPU is measured at the start, when other work may
+        have slowed it down."""
+        return (self._over_steps(self.useful_ns) or 0.0) > 1.0
 
     def _over_steps(self, useful_ns: int | None) -> float | None:
         time_ns = self.accounts["compute"] + self.accounts["data stall"]

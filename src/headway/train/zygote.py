@@ -30,7 +30,8 @@ REMEMBERED = 256
 
 def main(descriptor: int) -> None:
     """Serve until the agent closes the channel."""
-    # Batch systems signal all processes of a job; only the agent should react. Workers inherit this.
+    # Batch systems signal all processes of a job; only the agent should react. Workers inherit this. SIGTERM is blocked
+    # since before the start (agent/workers/zygote.py), and in workers until they install a handler.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     started = time.monotonic()
     gc.disable()  # imported objects stay: collecting takes a tenth of the import time
@@ -43,7 +44,6 @@ def main(descriptor: int) -> None:
 
     agent = Channel(socket.socket(fileno=descriptor))
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited by workers until they install a handler
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
 

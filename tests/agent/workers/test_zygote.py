@@ -1,6 +1,8 @@
 """The zygote and its workers exit when the agent dies."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from eventually import CEILING_S, eventually
+from headway.agent.workers.zygote import ZygoteClient
 
 AGENT = """
 import sys
@@ -38,3 +41,16 @@ def test_killed_agent_leaves_no_process(recipe, tmp_path: Path) -> None:
     assert len(exited) == 5
     header = json.loads((tmp_path / "r" / "events" / "0001-agent.jsonl").read_text().splitlines()[0])
     assert header["pid"] == agent.pid
+
+
+def test_zygote_survives_the_signals_of_a_batch_system_from_its_start_on(tmp_path: Path) -> None:
+    """A job that is requeued gets SIGTERM in all of its processes, maybe while the zygote imports torch."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    client = ZygoteClient.start(tmp_path / "log", os.environ)
+    try:
+        os.kill(client.pid, signal.SIGTERM)
+        os.kill(client.pid, signal.SIGUSR1)
+        eventually(lambda: client.ready(0.1))
+    finally:
+        client.close()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before, "this process has its own mask again"

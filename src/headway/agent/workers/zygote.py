@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headway.agent.fd_store import FdStore
@@ -35,7 +35,7 @@ class ZygoteClient:
     def start(cls, log: Path, environment: Mapping[str, str]) -> "ZygoteClient":
         """Start a zygote in its own session: Ctrl-C in the terminal reaches only the agent, which stops the workers."""
         agent_end, zygote_end = Channel.pair()
-        with contextlib.closing(zygote_end), log.open("ab") as output:
+        with contextlib.closing(zygote_end), log.open("ab") as output, _blocked({signal.SIGTERM, signal.SIGUSR1}):
             process = subprocess.Popen(
                 [sys.executable, "-m", "headway.train.zygote", str(zygote_end.fileno())],
                 pass_fds=[zygote_end.fileno()],
@@ -102,6 +102,19 @@ class ZygoteClient:
         if _wait_for(self.pid, CLOSE_S) is None:
             self.kill()
             _wait_for(self.pid, None)
+
+
+@contextlib.contextmanager
+def _blocked(signals: set[signal.Signals]) -> Iterator[None]:
+    """Block signals in this thread, and in a process that is started meanwhile until it unblocks them.
+
+    Batch systems signal all processes of a job: a zygote must not die of that while it imports, nor at any other time.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _wait_for(pid: int, timeout_s: float | None) -> int | None:
