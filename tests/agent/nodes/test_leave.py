@@ -1,6 +1,7 @@
 """A node leaves a run that goes on: whether it may, and what the leader does."""
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -102,6 +103,23 @@ def test_node_that_cannot_be_replaced_may_not_leave(two_of_three: Led, tmp_path:
         two_of_three.until(lambda command=command: not command.is_alive())
         assert text in errors[-1].message
         assert "nodes of the run: n0, n1" in (errors[-1].hint or "")
+    assert two_of_three.group.leaving_with_workers() == ()
+
+
+def test_leading_node_is_told_how_another_comes_to_lead(two_of_three: Led, tmp_path: Path) -> None:
+    errors = list[UsageError]()
+
+    def ask() -> None:
+        try:
+            leave("n0", run="r", runs=tmp_path)
+        except UsageError as error:
+            errors.append(error)
+
+    command = threading.Thread(target=ask)
+    command.start()
+    two_of_three.until(lambda: not command.is_alive())
+    pids = f"1 {os.getppid()} {os.getpid()}"  # the node said that its process is 1
+    assert errors[0].message.startswith(f"node n0 leads the run and cannot leave; kill -9 {pids} on n0 makes another")
     assert two_of_three.group.leaving_with_workers() == ()
 
 

@@ -4,7 +4,7 @@ The shell is `headway agent leave` (cli/agent.py), which asks the leader (node_g
 and start again on the other nodes from that state. The node stays until they have read it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.agent.nodes.members import Member
@@ -38,6 +38,16 @@ def effect_of_leaving(capacity: NodeCapacity, node: str, has_workers: bool) -> L
     if workers >= before:
         return LeaveEffect(False, before, f"its workers move to other nodes, {before} as before")
     return LeaveEffect(False, workers, f"the run continues with {workers} of {before} workers")
+
+
+def leader_stays(node: str, machine: str, processes: Sequence[int]) -> str:
+    """Why the leading node cannot leave, and how another comes to lead. `processes` are the node's command, launcher
+    and agent: without one of them the others would continue to lead."""
+    pids = " ".join(map(str, processes))
+    return (
+        f"node {node} leads the run and cannot leave; kill -9 {pids} on {machine} makes another node the leader, which "
+        "resumes from the newest copy in memory"
+    )
 
 
 def node_of_machine(machine: str, members: Mapping[str, Member]) -> tuple[str | None, str]:

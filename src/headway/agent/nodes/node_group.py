@@ -14,7 +14,7 @@ from typing import Any, final
 from headway.agent.attempt import Attempt, make_assignment
 from headway.agent.fd_store import FdStore
 from headway.agent.launch.mesh_checks import mesh_can_run
-from headway.agent.nodes.leave import LeaveEffect, effect_of_leaving, node_of_machine
+from headway.agent.nodes.leave import LeaveEffect, effect_of_leaving, leader_stays, node_of_machine
 from headway.agent.nodes.members import Member, RemoteChannel
 from headway.agent.nodes.membership import ALIVE_S, Membership
 from headway.agent.nodes.node_memory import NodeMemory
@@ -339,15 +339,15 @@ class NodeGroup(Workers):
         if member is None or attempt is None:
             problem = f"this run has no node {name!r}" if member is None else "the run is only starting"
             return {"error": problem, "nodes": sorted(members)}
-        if name == self.nodes.lease.lead:
-            problem = f"node {name} leads the run and cannot leave: if its command is killed, another node takes over"
-            return {"error": problem, "nodes": sorted(members)}
         effect = self._leave_effects.get(name)
         if not member.leaving or effect is None:
             capacity = self.capacity(read_recipe(attempt.folder), attempt, attempt.workers)
             effect = effect_of_leaving(capacity, name, has_workers=member in self.memory.homes())
             if effect.refused:
                 return {"error": effect.text, "nodes": sorted(members)}
+            if name == self.nodes.lease.lead:
+                processes = (member.pid, os.getppid(), os.getpid())
+                return {"error": leader_stays(name, member.machine, processes), "nodes": sorted(members)}
             member.leaving, self._leave_effects[name] = True, effect
             self.node_events.append(NodeEvent(name, "leaving", f"node {name} was asked to leave; {effect.text}"))
         return {"state": "leaving", "node": name, "workers": effect.workers, "text": effect.text}
