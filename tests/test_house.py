@@ -35,6 +35,7 @@ KNOWS_TORCH = {"state/tensors.py"}
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
 VERBS = [
     ["--help"], ["--version"], ["plan", "--help"], ["plan", "recipes/demo.toml", "--on", "cpu"], ["plan", "none.toml"],
+    ["plan", "recipes/demo.toml", "--serve", "--on", "cpu"], ["plan", "none", "--serve"],
     ["train", "--help"], ["resume", "--help"], ["stop", "--help"], ["runs"],
     ["hardware", "show"],
     ["report", "last"], ["metrics", "last", "--key", "loss"], ["logs", "last"], ["diff", "a", "b"],

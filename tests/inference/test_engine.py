@@ -1,5 +1,6 @@
 """The engine on a small decoder: what a request gets is what it would get alone."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from headway.cli.plan_serving import SEQUENCES
 from headway.data.tokenizer import train_tokenizer
 from headway.errors import RequestError
-from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams
+from headway.hardware import known_chip
+from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams, load, text_engine
+from headway.inference.kv_cache import bytes_per_token
 from headway.models import Decoder, empty_decoder, init_weights
+from headway.plan import serving
+from headway.plan.architecture import Architecture, cache_widths
 from headway.recipe import Model
 
 MODEL = Model(vocab_size=320, layers=2, dim=32, heads=4, kv_heads=2, hidden=48, init_std=0.3)
@@ -196,3 +202,38 @@ def test_memory_of_the_cache_is_counted(decoder: Decoder, tmp_path: Path) -> Non
     pages = engine.runner.pages  # type: ignore[attr-defined]
     assert engine.pool.count == 400 // 16
     assert math.prod(pages.keys[0].shape) == (400 + 16) * 2 * 8  # and a scratch page
+
+
+def test_a_plan_makes_the_cache_as_large_as_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`headway plan --serve` repeats the engine's defaults, since it must not import torch."""
+    arch = Architecture(16, 2048, 32, 8, 64, 8192, 128256)
+    memory = serving.serving_memory(arch, known_chip("h200"), serving.ServingLoad(1000, 300), "bfloat16")
+    free = int(memory.capacity - memory.weights - memory.context)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, int(memory.capacity)))
+    pages = text_engine._pages(EngineOptions(), memory.token_bytes, torch.device("cuda"))
+    assert pages * EngineOptions().block_size == memory.cache_tokens
+    assert memory.token_bytes == bytes_per_token(arch.layers, cache_widths(arch), torch.bfloat16)
+    assert serving.CPU_SHARE == text_engine.CPU_SHARE
+    assert EngineOptions().max_batch_tokens == serving.PASS_TOKENS
+    assert EngineOptions().max_sequences == SEQUENCES
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_stored_precision_is_read_by_both_of_its_names(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chosen(Exception):
+        pass
+
+    def choose(name: str, stored: str | None, device: torch.device) -> None:
+        raise Chosen(name, stored, device.type)
+
+    config = {
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, key: "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    monkeypatch.setattr(load, "_dtype", choose)
+    with pytest.raises(Chosen) as caught:
+        load.load_folder(tmp_path, device="cpu")
+    assert caught.value.args == ("auto", "bfloat16", "cpu")

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 from family_cases import Case, assert_cache, assert_comes_back, assert_counts, assert_equal, assert_generates, make
 
+from headway.models import empty_decoder
 from headway.models.families import DECODERS
+from headway.plan.architecture import cache_widths
 from headway.recipe.families import FAMILIES, MODEL_TYPES
+from headway.recipe.huggingface import model_from_config
+from lazy_imports import transformers
 
 FILES = sorted(Path(__file__).parent.glob("test_family_*.py"))
 CASES: list[Case] = [case for file in FILES for case in importlib.import_module(file.stem).CASES]
@@ -76,3 +80,9 @@ def test_cases_that_generate_exist() -> None:
 
 def test_in_pieces_with_a_cache(saved: Saved) -> None:
     assert_cache(saved.case, saved.folder, saved.hf_model)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_plans_know_what_the_cache_holds(case: Case) -> None:
+    model = model_from_config(getattr(transformers, case.config)(**case.settings).to_dict())
+    assert cache_widths(model.architecture()) == empty_decoder(model, "meta").cache_widths()

@@ -6,12 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from headway.cli.accuracy_view import against_lines
 from headway.cli.options import Json, Settings
+from headway.cli.plan_serving import (
+    ServingOptions,
+    model_of_config,
+    model_of_recipe,
+    model_of_run,
+    print_serving_plan,
+)
 from headway.cli.plan_view import explain_lines, next_lines, plan_lines, run_of, sweep_lines
 from headway.cli.progress import terminal_bars
 from headway.cli.text import print_json
@@ -56,6 +63,8 @@ PRECISIONS = {
     "fp8": "fp8", "float8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4",
 }  # fmt: skip
 """Values of --precision, and the planner's names of them."""
+MOST_TOKENS = 10**8
+"""Longest plausible sequence."""
 VOCABULARY = 4096
 """Of a dataset that is not built yet: the default of `headway data build`."""
 VOCABULARY_MULTIPLE = 64
@@ -63,7 +72,10 @@ VOCABULARY_MULTIPLE = 64
 
 
 def plan(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe in TOML; not with --against.")] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="A recipe in TOML; with --serve also a Hugging Face folder, a config.json or a run."),
+    ] = None,
     on: Annotated[
         str | None,
         typer.Option("--on", metavar="CHIPxPERNODExNODES", help="Cluster, e.g. h100x8x16 (default: this machine)."),
@@ -77,7 +89,10 @@ def plan(
     settings: Settings = None,
     fidelity: Annotated[
         str | None,
-        typer.Option(metavar="limit|default|measured", help="What the cost model uses (default: the best available)."),
+        typer.Option(
+            metavar="limit|default|measured",
+            help="What the cost model uses (default: the best available; limit with --serve).",
+        ),
     ] = None,
     ceilings: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Output of `headway hardware measure`; implies measured.")
@@ -111,15 +126,55 @@ def plan(
         int | None, typer.Option(metavar="N", min=0, help="With --against: calibrate to N lines per source.")
     ] = None,
     seed: Annotated[int, typer.Option(help="With --against: seed that selects those lines.")] = 0,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Plan inference: memory, largest batch, TTFT, tokens/s and cost.")
+    ] = False,
+    prompt: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", min=1, max=MOST_TOKENS, help="With --serve: length of prompts (default: 1000)."),
+    ] = None,
+    output: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", min=1, max=MOST_TOKENS, help="With --serve: tokens generated (default: 300)."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="bfloat16|...", help="With --serve: precision of weights and KV cache."),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="With --serve: sequences at a time (default: as many as fit)."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Find the fastest way to run a recipe on a cluster: mesh, speed, memory, time and cost.
 
+    With --serve: what a model needs and reaches when it is served, as bounds by roofline.
+
     Keys of --json: recipe, model, seq, batch, cluster, fidelity, parameters_used, best, plans, runnable, run, search;
     with --explain also explain. A plan has mesh, microbatch, zero, recompute, recompute_blocks, keeps_weights,
     reduces_each, schedule, chunks, stages, precision, step_s, tokens_s, mfu, accounts, exposed, memory, run, reason and
-    runnable. --sweep gives points, --against rows and tables.
+    runnable. --sweep gives points, --against rows and tables. --serve gives name, model, cluster, fidelity, dtype,
+    prompt, output, memory, largest_batch, compute_bound_batch, ttft_s, batch, step_s, prefill_s, prefill_share,
+    time_per_token_s, tokens_s, tokens_s_per_device, requests_s, price_per_device_hour, cost_per_million_tokens,
+    batches and rooflines.
     """
+    if serve:
+        training = {
+            "--mesh": mesh, "--explain": explain, "--sweep": sweep, "--against": against, "--calibrate": calibrate,
+            "--calibrate-to": calibrate_to, "--ceilings": ceilings, "--precision": precision,
+            "--rank": rank != "time", "--imbalance": imbalance != 1.0,
+        }  # fmt: skip
+        excluded = next((option for option, value in training.items() if value not in (None, False)), None)
+        if excluded is not None:
+            raise UsageError(f"--serve excludes {excluded}", hint=f"leave out {excluded}, or plan training")
+        options = ServingOptions(prompt, output, dtype, concurrency, _checked_price(price), fidelity)
+        _serve(recipe, model, settings or [], on, cluster, options, roofline, json)
+        return
+    serving = {"--prompt": prompt, "--output": output, "--dtype": dtype, "--concurrency": concurrency}
+    lonely = next((option for option, value in serving.items() if value is not None), None)
+    if lonely is not None:
+        raise UsageError(f"{lonely} needs --serve", hint="headway plan MODEL --serve --on h200x1")
     if against is not None:
         if recipe is not None or on is not None or cluster is not None:
             raise UsageError(
@@ -171,8 +226,7 @@ class _Request:
         self.rank: Any = _one_of("--rank", rank, RANKS)
         self.fidelity: Fidelity = _one_of("--fidelity", fidelity or ("measured" if ceilings else "default"), FIDELITIES)
         self.precision = PRECISIONS[_one_of("--precision", precision, tuple(PRECISIONS))] if precision else None
-        if price is not None and not 0 <= price < float("inf"):
-            raise UsageError(f"invalid --price {price:g}", hint="dollars per device-hour, e.g. 2.50")
+        _checked_price(price)
         self.recipe = load_recipe(file, settings or ())
         self.arch, self.imbalance = None if model is None else read_architecture(model), imbalance
         if model is not None:
@@ -185,7 +239,7 @@ class _Request:
             if self.fidelity == "limit":
                 raise UsageError("--fidelity limit cannot be calibrated", hint="leave out --fidelity or --calibrate-to")
             self.parameters, self.fidelity = _calibrated(calibrate_to), "calibrated"
-        self.cluster = _cluster(on, cluster, self.recipe)
+        self.cluster = _cluster(on, cluster, self.recipe.train.device)
         self.file_of_cluster = cluster
         if fidelity is None and self.fidelity == "default" and find_ceilings(self.cluster.chip) is not None:
             self.fidelity = "measured"  # the best available
@@ -252,14 +306,20 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
     return value
 
 
-def _cluster(on: str | None, file: Path | None, recipe: Recipe) -> Cluster:
+def _checked_price(price: float | None) -> float | None:
+    if price is not None and not 0 <= price < float("inf"):
+        raise UsageError(f"invalid --price {price:g}", hint="dollars per device-hour, e.g. 2.50")
+    return price
+
+
+def _cluster(on: str | None, file: Path | None, device: Literal["auto", "cpu", "cuda"]) -> Cluster:
     if on is not None and file is not None:
         raise UsageError("--on and --cluster exclude each other", hint="give one of them")
     if on is not None:
         return parse_on(on)
     if file is not None:
         return load_cluster(file)
-    local = devices(recipe.train.device)
+    local = devices(device)
     if local.kind == "cpu":
         return default_cluster(this_cpu())  # one worker that uses all cores
     chip = find_chip(local.name)
@@ -301,6 +361,36 @@ def _with_vocabulary(model: Model, data: Path) -> Model:
     else:
         print(f"note: {data} is not built; assuming a vocabulary of {size:,} tokens", file=sys.stderr)
     return model.model_copy(update={"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE})
+
+
+# -- inference
+
+
+def _serve(
+    source: Path | None,
+    config: Path | None,
+    settings: list[str],
+    on: str | None,
+    cluster: Path | None,
+    options: ServingOptions,
+    roofline: Path | None,
+    json: bool,
+) -> None:
+    """Plan the inference of a recipe's model, a Hugging Face folder or a run."""
+    what = config or source
+    if what is None:
+        raise UsageError("nothing to plan", hint="headway plan RECIPE|FOLDER|RUN --serve --on h200x1")
+    is_config = what.suffix == ".json" or (what / "config.json").is_file() or config is not None
+    is_recipe = not is_config and (what.is_file() or what.suffix == ".toml")
+    if settings and not is_recipe:
+        raise UsageError(f"--set needs a recipe, and {what} is not one", hint="headway plan RECIPE --serve --set ...")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    if is_recipe:
+        recipe = load_recipe(what, settings)
+        served, device = model_of_recipe(_resolved(recipe)), recipe.train.device
+    else:
+        served = model_of_config(what) if is_config else model_of_run(str(what))
+    print_serving_plan(served, _cluster(on, cluster, device), options, roofline, json)
 
 
 # -- one cluster

@@ -87,7 +87,7 @@ def _three(number: float) -> str:
     return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """Return a share: 52 %, 3.1 %, 0.04 %."""
     size = abs(share)
     digits = 0 if size >= 0.0995 else 1 if size >= 0.00995 or size < 5e-5 else 2
@@ -131,7 +131,8 @@ def wrapped(line: str, indent: int = 2) -> list[str]:
     return [part.replace("~", " ") for part in parts]
 
 
-def _label(name: str, text: str) -> list[str]:
+def label(name: str, text: str) -> list[str]:
+    """Return a labelled text, wrapped."""
     return wrapped(f"{name:<12}{text}", 12)
 
 
@@ -176,7 +177,7 @@ def _goodput(plan: Plan, step_s: float, interval_s: float | None = None) -> Good
 def _plans(plan: Plan, runs: Mapping[int, RunForecast]) -> Iterator[str]:
     priced = plan.run.cost is not None
     heads = ["step", "tokens/s", "MFU", "mem GB", "run", "cost"][: 6 if priced else 5]
-    longest = max(len(_percent(candidate.estimate.mfu)) for candidate in plan.result.plans)
+    longest = max(len(percent(candidate.estimate.mfu)) for candidate in plan.result.plans)
     widths = [8, 10, max(6, 1 + longest), 8, 7, 9][: len(heads)]
     room = columns() - 2 - sum(widths)
     yield f"  {'plan':<{room}}" + cells_of(heads, widths)
@@ -188,7 +189,7 @@ def _plans(plan: Plan, runs: Mapping[int, RunForecast]) -> Iterator[str]:
         cells = [
             _step(estimate.step.seconds),
             _rate(estimate.tokens_s),
-            _percent(estimate.mfu),
+            percent(estimate.mfu),
             memory,
             span(run.seconds),
         ]
@@ -243,7 +244,7 @@ def _waterfall(plan: Plan) -> Iterator[str]:
         mark = "~" if plan.fidelity == "measured" and name in MODELLED else ""
         if start == end:
             bar = " " * min(start, width - 1) + "."
-        yield f"  {name:<21}{_percent(seconds / step.seconds):>7}{mark + _step(seconds):>9} |{bar:<{width}}|"
+        yield f"  {name:<21}{percent(seconds / step.seconds):>7}{mark + _step(seconds):>9} |{bar:<{width}}|"
         before += seconds
     if plan.fidelity == "measured":
         yield "  ~ modelled; the other times are of kernels measured on this chip"
@@ -269,37 +270,37 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _facts(plan: Plan, recipe: Recipe) -> Iterator[str]:
     best, run = plan.best.estimate, plan.run
     peak = f"{best.peak_flops_s / 1e12:,.4g} TFLOP/s"
-    yield from _label("speed", f"{best.tokens_s:,.0f} tokens/s, {best.tokens_s_per_device:,.0f} per device")
+    yield from label("speed", f"{best.tokens_s:,.0f} tokens/s, {best.tokens_s_per_device:,.0f} per device")
     full = f"{_tenths(best.mfu_full_attention)} counting full attention"
-    yield from _label("MFU", f"{_tenths(best.mfu)} of {peak}, causal attention counted half; {full}")
+    yield from label("MFU", f"{_tenths(best.mfu)} of {peak}, causal attention counted half; {full}")
     hours = f"{run.device_hours:,.0f}" if run.device_hours >= 10 else f"{run.device_hours:.3g}"
-    yield from _label(
+    yield from label(
         "run", f"{run.steps:,} steps, {count(run.tokens)} tokens: {span(run.seconds)}, {hours} device-hours"
     )
     if run.cost is not None:
-        yield from _label("cost", f"{_money(run.cost)} at ${run.price_per_device_hour:,.2f} per device-hour")
+        yield from label("cost", f"{_money(run.cost)} at ${run.price_per_device_hour:,.2f} per device-hour")
     yield from _goodput_lines(plan, recipe)
-    yield from _label("trainer", _trainer(plan))
-    yield from _label("accuracy", _accuracy(plan))
+    yield from label("trainer", _trainer(plan))
+    yield from label("accuracy", _accuracy(plan))
 
 
 def _goodput_lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     expected = plan.run.goodput
-    lost = ", ".join(f"{name} {_percent(share)}" for name, share in expected.accounts.items() if share >= 5e-5)
-    yield from _label("goodput", _tenths(expected.share) + (f"; lost: {lost}" if lost else ""))
+    lost = ", ".join(f"{name} {percent(share)}" for name, share in expected.accounts.items() if share >= 5e-5)
+    yield from label("goodput", _tenths(expected.share) + (f"; lost: {lost}" if lost else ""))
     own = recipe.checkpoint.every_steps
     stated = "auto" if own == "auto" else f"{own:,} steps" if own else "the last step only"
     if expected.interval_steps is None or expected.interval_s is None:
-        yield from _label("checkpoint", f"at the end suffices: failure rate unknown; the recipe has {stated}")
+        yield from label("checkpoint", f"at the end suffices: failure rate unknown; the recipe has {stated}")
         return
     failures = f"{expected.failures:.1f}" if expected.failures < 10 else f"{expected.failures:,.0f}"
-    yield from _label("failures", f"job MTBF {span(expected.mtbf_s)}; {failures} expected in the run")
+    yield from label("failures", f"job MTBF {span(expected.mtbf_s)}; {failures} expected in the run")
     every = f"every {_steps(expected.interval_steps)}, {span(expected.interval_s)}: {_why(expected)}"
     if own in (expected.interval_steps, "auto"):
-        yield from _label("checkpoint", f"{every}, as in the recipe")
+        yield from label("checkpoint", f"{every}, as in the recipe")
     else:
-        yield from _label("checkpoint", f"{every}; the recipe's {stated} {_extra_cost(plan, int(own))}")
-    yield from _label("storage", _storage(plan.run.storage))
+        yield from label("checkpoint", f"{every}; the recipe's {stated} {_extra_cost(plan, int(own))}")
+    yield from label("storage", _storage(plan.run.storage))
 
 
 def _steps(number: int) -> str:
@@ -312,7 +313,7 @@ def _why(expected: Goodput) -> str:
     daly = span(daly_interval(expected.checkpoint_s, expected.mtbf_s))
     match expected.bound:
         case "write bandwidth":
-            share = _percent(WRITE_SHARE).replace(" ", "~")
+            share = percent(WRITE_SHARE).replace(" ", "~")
             writes = f"storage writes a save in {span(expected.write_s)}, for at most {share} of the time"
             return f"bound by write bandwidth: {writes}; by stalls of {span(expected.checkpoint_s)} alone, {daly}"
         case "step":
@@ -341,7 +342,7 @@ def _extra_cost(plan: Plan, own: int) -> str:
     step_s = plan.best.estimate.step.seconds
     recipe_goodput = _goodput(plan, step_s, (own or plan.run.steps) * step_s)
     more = recipe_goodput.wall_s / plan.run.goodput.wall_s - 1
-    return f"would take {_percent(more)} longer" if more >= 5e-5 else "cost the same"
+    return f"would take {percent(more)} longer" if more >= 5e-5 else "cost the same"
 
 
 def _trainer(plan: Plan) -> str:
@@ -359,7 +360,7 @@ def _trainer(plan: Plan) -> str:
     if runnable is None:
         return f"the trainer supports {axes}; none of their plans fits here"
     slower = runnable.estimate.step.seconds / best.estimate.step.seconds - 1
-    behind = f"{_percent(slower)} slower" if slower >= 5e-4 else "as fast"
+    behind = f"{percent(slower)} slower" if slower >= 5e-4 else "as fast"
     settings = runnable.estimate.settings
     what = f"{settings.mesh.describe()}, {_details(settings)}"
     return f"the trainer cannot run the best plan; it can run {what}: {behind}"
@@ -389,7 +390,7 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
     "seconds": lambda v: span(v) if v else "-",
     "exposed": lambda v: span(v) if v else "-",
     "times": lambda v: f"{v:,.6g}",
-    "of roof": lambda v: _percent(v),
+    "of roof": lambda v: percent(v),
     "value": lambda v: f"{v:.4g}",
 }
 """Formats of columns with numbers; other numbers are shares."""
@@ -501,8 +502,8 @@ def _sweep_point(points: Sequence[ScalingPoint], point: ScalingPoint, heads: Seq
         "devices": f"{point.devices:,}",
         "step": _step(best.step.seconds),
         "tokens/s": _rate(best.tokens_s),
-        "scaling": _percent(share),
-        "MFU": _percent(best.mfu),
+        "scaling": percent(share),
+        "MFU": percent(best.mfu),
         "run": span(run.seconds),
         "device-h": count(run.device_hours),
         "cost": _money(run.cost),

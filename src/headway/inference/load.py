@@ -22,7 +22,7 @@ from headway.errors import DataError, ModelError, RunError
 from headway.models import Decoder, empty_decoder, load_into
 from headway.models.custom import build_own
 from headway.recipe import Model, Recipe
-from headway.recipe.huggingface import read_model
+from headway.recipe.huggingface import read_model, stored_dtype
 from headway.recipe.rope import RotaryModel
 from headway.state import OpenCheckpoint, find_checkpoint, open_checkpoint
 from headway.state.address import RUN_FILES, address_in_store, is_in_store, open_address, split_address
@@ -114,11 +114,10 @@ def load_model(
 
 def load_folder(folder: Path, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """Load a Hugging Face folder."""
-    model = read_model(folder)
+    model, config = read_model(folder), _settings(folder / "config.json")
     place = _device(device)
-    module = _empty(model, place, _dtype(dtype, _settings(folder / "config.json").get("dtype"), place))
+    module = _empty(model, place, _dtype(dtype, stored_dtype(config), place))
     load_into(module, folder)
-    config = _settings(folder / "config.json")
     loaded = LoadedModel(folder.resolve().name, module.eval(), place, model.vocabulary, _length(config, model))
     return _with_text(loaded, folder, folder / "tokenizer.json", None)
 

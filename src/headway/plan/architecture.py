@@ -11,9 +11,15 @@ __all__ = [
     "ExpertShape",
     "LatentAttention",
     "Matrix",
+    "Widths",
+    "cache_widths",
+    "cached_elements",
     "layer_kinds",
     "layer_matrices",
 ]
+
+Widths = tuple[tuple[int, int], tuple[int, int]]
+"""Number and size of the heads that a layer caches per token, of keys and of values."""
 
 
 @dataclass(frozen=True)
@@ -81,3 +87,15 @@ def _experts(arch: Architecture) -> tuple[Matrix, ...]:
     routed = _feed_forward(arch, "experts", experts.hidden, experts.count, experts.top_k)
     shared = _feed_forward(arch, "shared", experts.hidden * experts.shared) if experts.shared else ()
     return router, *routed, *shared
+
+
+def cache_widths(arch: Architecture) -> Widths:
+    """What a layer caches per token, as `Decoder.cache_widths`; latent attention keeps one narrow vector."""
+    if arch.latent is not None:
+        return (1, arch.latent.kv_rank + arch.latent.rope_dim), (1, 0)
+    return (arch.kv_heads, arch.head_dim), (arch.kv_heads, arch.head_dim)
+
+
+def cached_elements(arch: Architecture) -> int:
+    """Elements that one layer caches per token."""
+    return sum(heads * size for heads, size in cache_widths(arch))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from headway.plan.architecture import cached_elements
 from headway.plan.flops import active_parameters, flops_per_token, flops_per_token_full_attention
 from headway.plan.optimizer import optimizer_state_bytes
 from headway.recipe import Model, Train
@@ -125,11 +126,7 @@ def training_of(shapes: Mapping[str, Shape], train: Train) -> TrainingBytes:
 
 def cache_of(model: Model, length: int) -> KvCacheBytes:
     """KV cache bytes per token and per sequence, with and without sliding windows."""
-    arch = model.architecture()
-    numbers = 2 * arch.kv_heads * arch.head_dim
-    if arch.latent is not None:  # one latent vector for all heads, and the RoPE part
-        numbers = arch.latent.kv_rank + arch.latent.rope_dim
-    layer_bytes = numbers * CACHE_BYTES
+    layer_bytes = cached_elements(model.architecture()) * CACHE_BYTES
     cached_tokens = sum(min(length, model.window_of(layer) or length) for layer in range(model.layers))
     return KvCacheBytes(
         layer_bytes * model.layers, length, layer_bytes * model.layers * length, layer_bytes * cached_tokens

@@ -50,6 +50,12 @@ def model_from_config(config: Config) -> Model:
     return MODEL_TYPES[kind].from_config(config)
 
 
+def stored_dtype(config: Config) -> str | None:
+    """Return the precision of a folder's weights, as its config.json says; older ones call it torch_dtype."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return dtype if dtype in ("bfloat16", "float16", "float32") else None
+
+
 # -- unknown families
 
 
