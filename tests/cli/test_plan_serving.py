@@ -65,7 +65,8 @@ def test_screens_are_plain_and_as_wide_as_the_terminal(
     result = CliRunner().invoke(app, [LLAMA, "--on", "h200x8x2", *words, "--serve"])
     assert max(map(len, result.stdout.splitlines())) <= width
     assert result.stdout.isascii()
-    assert "roofline: a bound for each pass; launches, scheduling and sampling are not counted" in " ".join(result.stdout.split())
+    sentence = "roofline: a bound for each pass; launches, scheduling and sampling are not counted"
+    assert sentence in " ".join(result.stdout.split())
     assert [line for line in result.stdout.splitlines() if line.startswith("> ")]
 
 
