@@ -65,7 +65,7 @@ def simulate(
             "--load",
             min=0.01,
             max=10,
-            help="With --generate: requested share of the GPUs (default: 0.8; single-gpu: 0.6).",
+            help="With --generate: requested share of the GPUs (default: 0.8; single-gpu: 0.7).",
         ),
     ] = None,
     policy: Annotated[

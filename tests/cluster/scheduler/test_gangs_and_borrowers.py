@@ -43,7 +43,8 @@ def decided(snapshot: ClusterSnapshot) -> dict[str, list[str]]:
         (5, 20.0, 24, 16, False, "limit-budget"),  # the reported case
         (5, None, 24, 16, False, "blocks"),  # no budget: priority and guarantee alone
         (0, 20.0, 24, 16, False, "limit-budget"),  # the budget alone
-        (0, None, 24, 8, True, "first"),  # equal priority: nothing is reserved
+        (0, None, 24, 8, False, "kept"),  # equal priority: nodes are reserved for a large gang after an hour
+        (0, None, 4, 8, True, "first"),  # equal priority, and short
         (5, None, 4, 8, False, "blocks"),  # short, but would borrow
         (5, None, 24, 4, False, "kept"),  # within its guarantee, but its limit ends too late
         (5, None, 4, 4, True, "first"),  # within its guarantee, and short

@@ -180,8 +180,9 @@ def test_work_follows_the_scaling_curve(seed: int, tmp_path: Path) -> None:
         for line in map(json.loads, file):
             if "job" in line:
                 curves[line["job"]["name"]] = dict(line["job"]["sizes"]) or {line["job"]["gpus"]: 1.0}
-            for _, name, (_, _, gpus), *_ in line.get("decided", ()):
-                sizes.setdefault(name, []).append((line["at"], sum(gpus)))
+            for kind, name, (_, _, gpus), *_ in line.get("decided", ()):
+                if kind != "reserve":
+                    sizes.setdefault(name, []).append((line["at"], sum(gpus)))
     for job, name in enumerate(trace.names):
         ends = [at for at, _ in sizes[name][1:]] + [float(result.end_s[job])]
         late = [0.0] + [SETUP.restart_s] * (len(ends) - 1)

@@ -172,7 +172,7 @@ def test_no_job_starves(seed: int) -> None:
 
 def test_a_job_starves_without_reserved_nodes() -> None:
     """Proof that the test above can fail."""
-    assert start_of_marked_job(6, 4 * HOUR_S, 40, replace(HEADWAY, overdue=None)) == math.inf
+    assert start_of_marked_job(6, 4 * HOUR_S, 40, replace(HEADWAY, overdue=None, drains=None)) == math.inf
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cluster.scheduler.compaction import compact_for_gangs, move_or_stop
 from headway.cluster.scheduler.decisions import Decision, Reason, ReasonCode
 from headway.cluster.scheduler.elastic import grow_jobs, shrink_jobs
+from headway.cluster.scheduler.packing import is_small, large_gangs
 from headway.cluster.scheduler.placement import FreeGpus, Placement
 from headway.cluster.scheduler.policy import Flags, Policy, PreemptionRules, RankedJobs, Rows
 from headway.cluster.scheduler.preemption import PreemptionCandidates
@@ -49,13 +51,17 @@ def decide(snapshot: ClusterSnapshot, now: float, policy: Policy) -> list[Decisi
     if blocked is not None and policy.elastic and snapshot.sizes:
         able = snapshot.active[now - snapshot.jobs.since_s[snapshot.active] >= MIN_RUN_S]
         decisions += shrink_jobs(trial, _undecided(rows, decisions), _undecided(able, moves))
-    # 6 preempt jobs for them
+    # 6 move jobs to other free GPUs so that gangs fit
+    if blocked is not None and policy.drains is not None:
+        able = snapshot.active[preemptible_from_s(snapshot, snapshot.active, policy) <= now]
+        decisions += compact_for_gangs(trial, _undecided(rows, decisions), _undecided(able, decisions), now)
+    # 7 preempt jobs for them
     if blocked is not None and policy.preemption is not None:
-        decisions += _preempt(trial, _undecided(rows, decisions), now, policy.preemption, decisions)
-    # 7 say for which gang nodes are reserved, unless it starts
+        decisions += _preempt(trial, _undecided(rows, decisions), now, policy, policy.preemption, decisions)
+    # 8 say for which gang nodes are reserved, unless it starts
     if reservation is not None and trial.reservation is reservation:
         decisions += _reserved(snapshot, reservation, decisions, now)
-    # 8 grow elastic jobs onto GPUs that are still idle
+    # 9 grow elastic jobs onto GPUs that are still idle
     return grow_jobs(trial, decisions, now) if policy.elastic and snapshot.sizes else decisions
 
 
@@ -122,20 +128,26 @@ def _start_in_order(trial: WhatIf, rows: Rows, policy: Policy) -> tuple[list[Dec
     return decisions, blocked
 
 
-def preemptible_from_s(snapshot: ClusterSnapshot, rows: Rows) -> NDArray[np.float64]:
-    """Return when the minimum run times of running jobs end."""
+def preemptible_from_s(snapshot: ClusterSnapshot, rows: Rows, policy: Policy) -> NDArray[np.float64]:
+    """Return when the minimum run times of running jobs end. In a small cluster, a job that has been started several
+    times runs until it has saved: the cheapest victim would else be the same job again and again, before it saves."""
     jobs = snapshot.jobs
-    since: NDArray[np.float64] = jobs.since_s[rows] + np.maximum(jobs.min_run_s[rows], MIN_RUN_S)
+    least_s = np.maximum(jobs.min_run_s[rows], MIN_RUN_S)
+    if policy.max_starts_unsaved is not None and is_small(snapshot):
+        save_s = np.where(np.isfinite(jobs.save_every_s[rows]), jobs.save_every_s[rows] + jobs.restart_s[rows], 0.0)
+        often = (jobs.starts[rows] > policy.max_starts_unsaved) & (jobs.deadline_s[rows] > snapshot.now_s)
+        least_s = np.where(often, np.maximum(least_s, save_s), least_s)
+    since: NDArray[np.float64] = jobs.since_s[rows] + least_s
     return since
 
 
 def _preempt(
-    trial: WhatIf, rows: Rows, now: float, rules: PreemptionRules, before: Sequence[Decision]
+    trial: WhatIf, rows: Rows, now: float, policy: Policy, rules: PreemptionRules, before: Sequence[Decision]
 ) -> list[Decision]:
     """Preempt jobs without a decision for waiting ones, and start these in their place."""
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
     active = snapshot.active
-    stoppable = active[jobs.preemptible[active] & (preemptible_from_s(snapshot, active) <= now)]
+    stoppable = active[jobs.preemptible[active] & (preemptible_from_s(snapshot, active, policy) <= now)]
     stoppable = _undecided(stoppable, [decision for decision in before if decision.kind in ("resize", "move")])
     most = trial.free + int(jobs.gpus[stoppable].sum())
     rows = rows[trial.under_cap(rows) & (jobs.gpus[rows] <= most)]  # the others do not fit, whatever is preempted
@@ -174,10 +186,14 @@ def _preempt(
             continue
         if target is None:
             stops_left -= len(victims)
-            decisions += [_stop(trial, candidates, number, row) for number in victims.tolist()]
+            stops = [_stop(trial, candidates, number, row) for number in victims.tolist()]
             target = trial.find(row)
             assert target is not None, "it fits now"
-        trial.take(row, *target)
+            trial.take(row, *target)
+            moves = policy.drains is not None and bool(large_gangs(snapshot, rows[at : at + 1])[0])
+            decisions += [move_or_stop(trial, stop, row) for stop in stops] if moves else stops
+        else:
+            trial.take(row, *target)
         lost = float(candidates.lost_gpu_s[victims].sum())
         reason = Reason(ReasonCode.DISPLACES, (("count", len(victims)), ("lost_gpu_s", lost)))
         decisions.append(Decision("start", row, *target, reason))

@@ -42,6 +42,8 @@ class ReasonCode(StrEnum):
     )
     DRAINS = "drains", "has waited {wait_s:.0f} s; {nodes} nodes are reserved, {held} GPUs there cannot be preempted"
     KEPT = "kept", "not preemptible, and its limit ends too late for the nodes reserved for {head}"
+    COMPACTS = "compacts", "moves to other free GPUs, without loss of work, so that {head} fits"
+    COMPACTED = "compacted", "starts on nodes that {count} jobs leave for other free GPUs"
     AWAY = "away", "maintenance of node {node} begins in {in_s:.0f} s; saves and restarts elsewhere"
     WINDOW = "window", "{gpus} GPUs are free only on nodes with maintenance before its time limit ends"
     GROWS = "grows", "grows from {before} to {gpus} GPUs, which adds the work of {adds:.1f} GPUs"

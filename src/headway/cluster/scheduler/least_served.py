@@ -12,6 +12,11 @@ to higher priorities only. These rules refine this:
     overdue the first job that has waited for three weeks gets nodes reserved
     reserve a gang of whole nodes gets nodes reserved against non-preemptible jobs of lower priority, unless their
             limits end before those of the non-preemptible jobs that run there
+    drain   a large gang (more than an eighth of the cluster) gets nodes reserved after an hour against jobs of equal
+            priority too, and passes the band; preemptible jobs move to other free GPUs if it then fits
+    turn    a large gang that has waited for a day, and for longer than it has run, goes first of its priority
+    saved   in a small cluster (a node is more than an eighth of it), a job that has been started more than four times
+            runs until it has saved
     owed    a tenant within its guarantee takes back from borrowers after four hours, or after half an hour if it has
             recently been short
     shield  jobs of a tenant that has recently been short are not preempted for others, unless it borrows, or the others
@@ -21,17 +26,20 @@ to higher priorities only. These rules refine this:
             size times its limit
     borrow  a non-preemptible job does not borrow while a job of higher priority waits for its tenant's guarantee
     band    non-preemptible gangs do not fill the last of the cluster: the larger a gang, the more stays free of them
-    apart   non-preemptible jobs smaller than a node share nodes, so that other nodes can be emptied
+    apart   non-preemptible jobs smaller than a node share nodes, so that other nodes can be emptied; in a small cluster
+            they go where they keep a node in use for the shortest additional time, by their limits
 
 No cycles: preemption by level queues a job of a higher level for one of a lower level, and levels only rise (slack only
 shrinks over time), and never one of a higher priority for one of a lower; what is owed is taken after half an hour of
-waiting at the earliest, and due jobs are never preempted.
+waiting at the earliest, and due jobs are never preempted. A gang whose turn it is runs for as long as it has waited
+before a job of equal priority may preempt it.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.scheduler.jobs import INTERACTIVE, SERVICE
+from headway.cluster.scheduler.packing import large_gangs
 from headway.cluster.scheduler.policy import Flags, Gpus, Policy, RankedJobs, Rows, gpus_above
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
@@ -40,8 +48,11 @@ LEVELS_GPU_S = 3600 * 2.0 * 4.0 ** np.arange(6)
 NEXT_S = 1800.0
 """A job counts with its next half hour, so that a large gang is not new for as long as a single GPU."""
 DUE_S, LATE_DUE_S, OVERDUE_S = 7 * 86400.0, 28 * 86400.0, 21 * 86400.0
-DUE, OVER_BUDGET = -1, 99
-"""Levels of due jobs, and of jobs whose tenant has spent its budget."""
+DUE, TURN, OVER_BUDGET = -2, -1, 99
+"""Levels of due jobs, of large gangs that have waited for long, and of jobs whose tenant has spent its budget."""
+DRAIN_S, TURN_S = 3600.0, 24 * 3600.0
+"""A large gang gets nodes reserved after the first wait, and has its turn after the second."""
+MAX_STARTS_UNSAVED = 4
 OWED_S, OWED_SOON_S = 4 * 3600.0, 1800.0
 SHORT = 0.004
 """A tenant that recently lacked more than this share of its guarantee is short."""
@@ -61,6 +72,7 @@ class LeastServedPreemption:
             levels[self._has_slack(snapshot, rows, now) & (levels > 0)] -= 1
             levels[jobs.deadline_s[rows] <= now] += len(LEVELS_GPU_S)
         levels[jobs.failed[rows] | (jobs.kind[rows] == SERVICE)] = 0
+        levels[_turn(snapshot, rows, now)] = TURN
         levels[due(snapshot, rows, now)] = DUE
         if snapshot.tenants.has_budgets:
             levels[snapshot.tenants.over_budget()[jobs.tenant[rows]]] = OVER_BUDGET
@@ -101,7 +113,7 @@ class LeastServedPreemption:
         if level > 0:
             may &= (tenants == tenant) | borrows | ~_short(snapshot)[tenants] | (running.levels == OVER_BUDGET)
         if self._owed(snapshot, used, waiting.rows, now)[0]:
-            may |= borrows & (tenants != tenant) & (running.levels != DUE) & ~services
+            may |= borrows & (tenants != tenant) & (running.levels > TURN) & ~services
         return may
 
     @staticmethod
@@ -133,6 +145,24 @@ def _waited_s(snapshot: ClusterSnapshot, rows: Rows, now: float) -> NDArray[np.f
     return now - snapshot.jobs.submit_s[rows] - snapshot.held_s(rows, now)
 
 
+def _turn(snapshot: ClusterSnapshot, rows: Rows, now: float) -> Flags:
+    """Return which large gangs have waited for long, and for longer than they have run."""
+    turn = large_gangs(snapshot, rows)
+    if turn.any():
+        gangs = rows[turn]
+        patience_s = np.maximum(snapshot.held_s(gangs, now), TURN_S)
+        turn[turn] = _waited_s(snapshot, gangs, now) >= patience_s
+    return turn
+
+
+def drains(snapshot: ClusterSnapshot, rows: Rows, now: float) -> Flags:
+    """Return which large gangs have waited long enough that nodes are emptied for them."""
+    drains = large_gangs(snapshot, rows)
+    if drains.any():
+        drains[drains] = _waited_s(snapshot, rows[drains], now) >= DRAIN_S
+    return drains
+
+
 def due(snapshot: ClusterSnapshot, rows: Rows, now: float) -> Flags:
     """Return which jobs have waited long enough to go first."""
     due_s = np.where(snapshot.jobs.deadline_s[rows] <= now, LATE_DUE_S, DUE_S)
@@ -161,10 +191,11 @@ def order(snapshot: ClusterSnapshot, now: float) -> Rows:
 
 def non_preemptible_cap(snapshot: ClusterSnapshot, rows: Rows, now: float) -> NDArray[np.float64]:
     """Return the GPUs that non-preemptible jobs may hold with one of these; never less than its own, and all GPUs if it
-    is due."""
+    is due or drains nodes."""
     gpus = snapshot.jobs.gpus[rows]
     doublings = np.log2(np.maximum(gpus * min(BAND_GPUS / max(snapshot.gpus, 1), 1.0), 1.0))
-    share = snapshot.gpus * np.where(due(snapshot, rows, now), 1.0, 1 - BAND * doublings)
+    lifted = due(snapshot, rows, now) | drains(snapshot, rows, now)
+    share = snapshot.gpus * np.where(lifted, 1.0, 1 - BAND * doublings)
     cap: NDArray[np.float64] = np.maximum(share, gpus)
     return cap
 
@@ -179,6 +210,8 @@ LEAST_SERVED = Policy(
     pack_non_preemptible=True,
     overdue=overdue,
     reserve_for_gangs=True,
+    drains=drains,
+    max_starts_unsaved=MAX_STARTS_UNSAVED,
     elastic=True,
     quotas=True,
 )

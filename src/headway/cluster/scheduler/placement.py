@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
+PackWith = NDArray[np.int32] | NDArray[np.float64]
 ANYWHERE = -1
 """Level of a gang that may span all network domains."""
 
@@ -79,10 +80,10 @@ class FreeGpus:
         np.maximum.at(rest, level, partial)
         return int((whole * self.size + rest).max())
 
-    def find(self, gpus: int, within: int = ANYWHERE, pack_with: NDArray[np.int32] | None = None) -> Placement | None:
+    def find(self, gpus: int, within: int = ANYWHERE, pack_with: PackWith | None = None) -> Placement | None:
         """Return a placement for a gang, within one domain of a level if given; None if it does not fit.
 
-        `pack_with` counts, per node, the GPUs of the jobs that a gang smaller than a node should join.
+        A gang smaller than a node goes where `pack_with` is highest, such as the GPUs of jobs that it should join.
         """
         whole, rest = divmod(gpus, self.size)
         if gpus > self.total or whole > self.whole_nodes:
@@ -98,7 +99,7 @@ class FreeGpus:
                     return placement
         return self._find_whole(None, whole, rest) if within == ANYWHERE else None
 
-    def _most_packed(self, gpus: int, pack_with: NDArray[np.int32]) -> int | None:
+    def _most_packed(self, gpus: int, pack_with: PackWith) -> int | None:
         """Return the node that fits and has most of `pack_with`; of equals the fullest."""
         able = np.flatnonzero(self.free >= gpus)
         if not len(able):

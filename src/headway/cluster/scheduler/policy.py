@@ -72,6 +72,11 @@ class Policy:
     """Which jobs have waited so long that nodes are reserved for them; None: none."""
     reserve_for_gangs: bool = False
     """Whether nodes are reserved for gangs of whole nodes against non-preemptible jobs of lower priority."""
+    drains: Callable[[ClusterSnapshot, Rows, float], Flags] | None = None
+    """Which gangs have waited so long that nodes are reserved for them against jobs of equal priority too; None: none,
+    and no job moves to other nodes for a gang."""
+    max_starts_unsaved: int | None = None
+    """Starts after which a job of a small cluster is preempted only once it has saved; None: no limit."""
     elastic: bool = False
     """Whether elastic jobs grow onto idle GPUs."""
     quotas: bool = False

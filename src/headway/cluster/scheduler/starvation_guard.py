@@ -71,7 +71,10 @@ def reserve_for_gang(snapshot: ClusterSnapshot, rows: Rows, policy: Policy, now:
     gangs = rows[jobs.gpus[rows] >= min(pool.size for pool in nodes.pools)]
     if not len(fixed) or not len(gangs):
         return None
-    gangs = gangs[jobs.priority[gangs] > jobs.priority[fixed].min()]
+    drains = np.zeros(len(jobs.gpus), np.bool_)
+    if policy.drains is not None:
+        drains[gangs] = policy.drains(snapshot, gangs, now)
+    gangs = gangs[jobs.priority[gangs] > jobs.priority[fixed].min() - drains[gangs]]
     gangs = gangs[~snapshot.tenants.over_budget()[jobs.tenant[gangs]]]
     if policy.cap is not None and len(gangs):  # one that its cap holds back does not wait for nodes
         caps = policy.cap(snapshot, gangs, now)
@@ -81,7 +84,8 @@ def reserve_for_gang(snapshot: ClusterSnapshot, rows: Rows, policy: Policy, now:
         return None
     head = int(gangs[np.lexsort((jobs.waits_s[gangs], -jobs.priority[gangs].astype(np.int64)))[0]])
     ranked_after = np.isin(fixed, rows[int(np.flatnonzero(rows == head)[0]) :])  # a due job ranks before all priorities
-    kept_out = fixed[ranked_after & (jobs.priority[fixed] < jobs.priority[head])]
+    lower = jobs.priority[fixed] < jobs.priority[head] + drains[head]
+    kept_out = fixed[(ranked_after | drains[head]) & lower & (fixed != head)]
     choices = list[tuple[int, int, Flags, bool]]()
     for pool in nodes.pools if len(kept_out) else ():
         if jobs.pools[head] >> pool.number & 1:

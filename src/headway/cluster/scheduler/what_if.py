@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.scheduler.decisions import Decision, Reason, ReasonCode
-from headway.cluster.scheduler.placement import ANYWHERE, FreeGpus, Placement
+from headway.cluster.scheduler.packing import busy_until_s, is_small, packing_scores
+from headway.cluster.scheduler.placement import ANYWHERE, FreeGpus, PackWith, Placement
 from headway.cluster.scheduler.policy import Flags, Policy, Rows
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.scheduler.starvation_guard import NodeReservation
@@ -51,6 +52,8 @@ class WhatIf:
         """Per pool and node, GPUs of non-preemptible jobs, if these are packed together."""
         if policy.pack_non_preemptible:
             self._pack_with = [nodes.fixed[pool.first : pool.end].copy() for pool in nodes.pools]
+        self._by_end = policy.pack_non_preemptible and is_small(snapshot)
+        """Whether they are packed by when they end."""
         self.used = snapshot.tenants.used[: len(snapshot.tenants)].copy()
         self.headroom = self._headroom()
         """GPUs that each tenant may take, if quotas apply."""
@@ -189,14 +192,29 @@ class WhatIf:
         """Return a pool and a placement there, for a job at its current or another size."""
         jobs = self.snapshot.jobs
         gpus, pools, within = size or int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
-        pack_with = None if jobs.preemptible[row] else self._pack_with
         for number in range(len(self.pools)):
             if pools >> number & 1 and gpus <= self.largest[number]:
-                packed = None if pack_with is None else pack_with[number]
-                placement = self.free_gpus(row, number).find(gpus, within, packed)
+                placement = self.free_gpus(row, number).find(gpus, within, self._packing(row, number))
                 if placement is not None:
                     return number, placement
         return None
+
+    def _packing(self, row: int, pool: int) -> PackWith | None:
+        """Return how well each node suits a non-preemptible job, if these are packed together."""
+        if self._pack_with is None or self.snapshot.jobs.preemptible[row]:
+            return None
+        if not self._by_end:
+            return self._pack_with[pool]
+        return packing_scores(self._pack_with[pool], self._busy_until_s[pool], self._ends_s(row))
+
+    @cached_property
+    def _busy_until_s(self) -> list[NDArray[np.float64]]:
+        return busy_until_s(self.snapshot, self.now)
+
+    def _ends_s(self, row: int) -> float:
+        """Return when a job that starts now ends by its limit."""
+        jobs = self.snapshot.jobs
+        return self.now + float(jobs.limit_s[row] - jobs.ran_s[row])
 
     def cap(self, row: int) -> float:
         """Return the GPUs that non-preemptible jobs may hold once a job has started."""
@@ -243,6 +261,9 @@ class WhatIf:
         if self._needs_gpu_s is not None:
             self._budget_left[self.snapshot.tenants.path(self.snapshot.jobs.tenant[row])] -= self._needs_gpu_s[row]
         self._hold(row, pool, placement, 1)
+        if self._by_end and not self.snapshot.jobs.preemptible[row]:
+            until_s = self._busy_until_s[pool]
+            until_s[placement.nodes] = np.maximum(until_s[placement.nodes], self._ends_s(row))
 
     def release(self, row: int) -> None:
         """Count a running job as stopped."""

@@ -11,8 +11,8 @@ from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.simulate.job_trace import JobTrace
 
 LONG_S = 86400.0
-Cause = Literal["preemption", "failure", "maintenance", "resize"]
-CAUSES: tuple[Cause, ...] = ("preemption", "failure", "maintenance", "resize")
+Cause = Literal["preemption", "failure", "maintenance", "resize", "compaction"]
+CAUSES: tuple[Cause, ...] = ("preemption", "failure", "maintenance", "resize", "compaction")
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ def summary(result: SimulationResult) -> dict[str, Any]:
         "failures": result.stops["failure"],
         "moves": result.stops["maintenance"],
         "resizes": result.stops["resize"],
+        "compactions": result.stops["compaction"],
         "lost_gpu_s": result.lost_gpu_s,
         "cycles": result.cycles,
     }

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headway.cluster.scheduler.decide import decide, preemptible_from_s
 from headway.cluster.scheduler.decision_log import DecisionRecorder, apply_decisions
+from headway.cluster.scheduler.decisions import ReasonCode
 from headway.cluster.scheduler.jobs import Job
 from headway.cluster.scheduler.nodes import DRAIN_LEAD_S, HEALTHY, SPARE
 from headway.cluster.scheduler.placement import ANYWHERE
@@ -183,7 +184,8 @@ class _Simulation:
         snapshot = self._snapshot
         if self._policy.preemption is None or not len(snapshot.queue):
             return MAX_CYCLE_GAP_S
-        from_s = preemptible_from_s(snapshot, snapshot.active[snapshot.jobs.preemptible[snapshot.active]])
+        active = snapshot.active[snapshot.jobs.preemptible[snapshot.active]]
+        from_s = preemptible_from_s(snapshot, active, self._policy)
         return float(min(MAX_CYCLE_GAP_S, from_s[from_s > snapshot.now_s].min(initial=math.inf) - snapshot.now_s))
 
     @property
@@ -300,10 +302,12 @@ class _Simulation:
         if self._recorder:
             self._recorder.decided(now, snapshot, decisions)
         stops = any(decision.kind != "start" for decision in decisions)
+        moved = {decision.job for decision in decisions if decision.reason.code == ReasonCode.COMPACTS}
         for kind, cause, lost_gpu_s in self._causes if stops else ():
             rows = [decision.job for decision in decisions if decision.kind == kind]
             for row, lost in zip(rows, lost_gpu_s(np.array(rows, np.int64), now).tolist() if rows else (), strict=True):
-                self._meter.stopped(self._job_of[row], lost, cause)
+                compacted = kind == "move" and row in moved
+                self._meter.stopped(self._job_of[row], lost, "compaction" if compacted else cause)
         apply_decisions(snapshot, decisions)
         self._moved = any(decision.kind == "move" for decision in decisions)
         for decision in decisions:

@@ -50,7 +50,7 @@ WORKLOADS = {
 
 SINGLE_GPU = "single-gpu"
 """The workload of `draw_single_gpu_trace`."""
-SINGLE_GPU_JOBS, SINGLE_GPU_LOAD, USUAL_LOAD = 4000, 0.6, 0.8
+SINGLE_GPU_JOBS, SINGLE_GPU_LOAD, USUAL_LOAD = 4000, 0.7, 0.8
 
 
 def generate_trace(name: str, gpus: int, jobs: int | None = None, load: float | None = None, seed: int = 0) -> JobTrace:
