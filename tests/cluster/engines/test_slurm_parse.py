@@ -1,5 +1,6 @@
 """What is sent to Slurm, how its output is parsed, and what happens when its commands misbehave."""
 
+import math
 import os
 import stat
 import subprocess
@@ -8,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headway.cluster.engines import LaunchRequest
 from headway.cluster.engines.slurm.batch_script import batch_script, slurm_task
 from headway.cluster.engines.slurm.engine import SlurmEngine
 from headway.cluster.engines.slurm.parse import (
+    HOLD_S,
     CommentState,
     Partition,
     ScriptState,
@@ -24,6 +28,7 @@ from headway.cluster.engines.slurm.parse import (
     parse_nodes,
     parse_partitions,
     parse_queue,
+    release_in,
     select_partitions,
 )
 from headway.errors import EngineError, UsageError
@@ -349,6 +354,27 @@ def test_stuck_jobs_name_the_command_that_helps(
 ) -> None:
     status = job_status(row, script)
     assert (status.state, status.remedy) == (state, remedy)
+
+
+@given(
+    requeued=st.floats(0, 1),
+    first=st.floats(0, 119),
+    second=st.floats(0, 119),
+    late=st.floats(0, 3),
+    cleared_s=st.sampled_from([0, 3, 10]),
+)
+def test_releasing_twice_never_starts_a_job_too_early(
+    requeued: float, first: float, second: float, late: float, cleared_s: float
+) -> None:
+    """Slurm keeps whole seconds, and holds for 120 to 121. A start within the same second as the last end fails."""
+    requeued, begin = NOON + requeued, NOON + HOLD_S + 1
+    for now in (requeued + first, requeued + first + late + second):
+        if now >= begin:
+            break
+        wait_s = release_in(begin, now, cleared_s)
+        if wait_s is not None:
+            begin = math.floor(now + late) + wait_s  # scontrol takes its time
+    assert begin >= math.floor(requeued + cleared_s)
 
 
 def test_only_release_and_cancel_act_on_stuck_jobs(tmp_path: Path, path: Path) -> None:

@@ -48,7 +48,6 @@ from headway.cluster.engines.slurm.commands import PATIENCE_S, SlurmRefused, run
 from headway.cluster.engines.slurm.parse import (
     ACCOUNTS,
     COMMENTS,
-    HOLD_S,
     NODES,
     PARTITIONS,
     QUEUE,
@@ -62,6 +61,7 @@ from headway.cluster.engines.slurm.parse import (
     parse_nodes,
     parse_partitions,
     parse_queue,
+    release_in,
     select_partitions,
 )
 from headway.errors import EngineError, EngineUnreachable, UsageError
@@ -273,11 +273,9 @@ class SlurmEngine(Engine):
             row, status = views[task.id]
             if row is None or status.remedy != "requeue":
                 continue
-            held = row.held_since()
-            if held is None:
+            if row.begin is None or row.held_since() is None:
                 self._run("scontrol", "requeue", task.number)
-            elif held + HOLD_S > now + self.cleared_s:  # not released already
-                wait_s = max(0, math.ceil(held + self.cleared_s - now))
+            elif (wait_s := release_in(row.begin, now, self.cleared_s)) is not None:
                 self._run("scontrol", "update", f"JobId={task.number}", f"StartTime=now+{wait_s}seconds")
             released = True
         return released

@@ -1,5 +1,6 @@
 """Parse the output of Slurm's commands into Headway's types: pure functions of text."""
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -74,6 +75,17 @@ class SlurmJobRow:
     def held_since(self) -> float | None:
         """When it was requeued, if that is why it waits."""
         return self.begin - HOLD_S if self.begin is not None and self.reason == "BeginTime" else None
+
+
+def release_in(begin: float, now: float, cleared_s: float) -> int | None:
+    """In how many seconds a job that Slurm holds until `begin` may start; None if it was released already.
+
+    It may start `cleared_s` after it was requeued. A release sets another begin, from which nobody can tell when that
+    was: at most so much later than now, with a second for each time that Slurm and we round.
+    """
+    if begin <= now + cleared_s + 2:
+        return None
+    return max(0, math.ceil(begin - HOLD_S + cleared_s - now))
 
 
 @dataclass(frozen=True)
