@@ -1,0 +1,76 @@
+"""Batched decoding on a CPU: Headway's engine and transformers' generate on the same folder, in turns.
+
+    python benchmarks/inference_cpu.py FOLDER [--batch 8] [--tokens 64] [--turns 3]
+
+Greedy, float32, prompts of different lengths (transformers pads them on the left). Both must give the same tokens
+before anything is timed; the ratio is that of the medians.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from headway.inference import LLM, EngineOptions, SamplingParams
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=3)
+    asked = parser.parse_args()
+    llm = LLM(asked.folder, device="cpu", options=EngineOptions(cache_tokens=8192))
+    peer = AutoModelForCausalLM.from_pretrained(asked.folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
+    lengths = [16 + 7 * (i % 8) for i in range(asked.batch)]
+    prompts = [torch.randint(100, 20000, (length,), generator=generator).tolist() for length in lengths]
+
+    def ours() -> list[list[int]]:
+        params = SamplingParams(max_tokens=asked.tokens, temperature=0, ignore_eos=True)
+        return [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
+
+    def theirs() -> list[list[int]]:
+        longest = max(lengths)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths])
+        with torch.inference_mode():
+            made = peer.generate(
+                ids, attention_mask=mask, max_new_tokens=asked.tokens, min_new_tokens=asked.tokens,
+                do_sample=False, repetition_penalty=1.0, pad_token_id=0,
+            )  # fmt: skip
+        return [row[longest:].tolist() for row in made]
+
+    first, second = ours(), theirs()
+    same = sum(a == b for mine, other in zip(first, second, strict=True) for a, b in zip(mine, other, strict=True))
+    seconds: dict[str, list[float]] = {"headway": [], "transformers": []}
+    for _ in range(asked.turns):
+        for name, run in (("headway", ours), ("transformers", theirs)):
+            seconds[name].append(_timed(run))
+    count = asked.batch * asked.tokens
+    rates = {name: count / statistics.median(values) for name, values in seconds.items()}
+    result = {
+        "batch": asked.batch,
+        "tokens": count,
+        "equal_tokens": same,
+        **{f"{name}_tokens_per_s": round(rate, 1) for name, rate in rates.items()},
+        "ratio": round(rates["headway"] / rates["transformers"], 2),
+        "seconds": {name: [round(value, 2) for value in values] for name, values in seconds.items()},
+    }
+    print(json.dumps(result))
+
+
+def _timed(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
