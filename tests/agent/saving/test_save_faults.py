@@ -332,7 +332,7 @@ def test_agent_is_killed_during_a_save(lab, killed, unharmed, point: str, worker
     else:
         assert intact_steps(run) == [2, 4][: durable // 2]
         assert len(left_over(run)) == (durable < AT), "what was begun and not finished"
-    in_store = [path.name for path in (command.folder / "store").rglob("*.json")]
+    in_store = [path.name for path in (command.folder / "store").rglob("step-*.json")]
     assert in_store == (["step-00000004.json"] if point == "uploaded" else [])
     leave_more(run, point)
 

@@ -274,7 +274,9 @@ def test_workers_survive_consecutive_agent_deaths(launch, make_lab, tmp_path, re
         FaultPlan()
         .add("kill", point="watch", step=2, rank=AGENT, attempt=None)
         .add("kill", point="written", step=10, rank=AGENT, attempt=None)
-        # However busy the machine: workers must not reach the end before the agents have died and the stop has come.
+        # However busy the machine: the first agent must see step 2 before the save, and workers must not reach the end
+        # before the agents have died and the stop has come.
+        .add("slow", point="data", step=3, rank=0, seconds=5.0)
         .add("slow", point="data", step=12, rank=0, seconds=5.0)
     )
     run = launch(plan, **{"checkpoint.every_steps": 10})
