@@ -223,7 +223,8 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-@triton.jit
+# Counts differ from pass to pass: a kernel compiled for each kind of number would take seconds amid serving.
+@triton.jit(do_not_specialize=["window", "tables_stride", "tokens"])
 def _paged_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, peak_ptr, total_ptr, sinks_ptr, program_sequence_ptr, program_first_ptr,
     starts_ptr, lengths_ptr, tables_ptr, scale, softcap, window,
@@ -317,7 +318,7 @@ def _paged_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _join_kernel(
     parts_ptr, peak_ptr, total_ptr, out_ptr, rows, HEAD: tl.constexpr, HEAD_2: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
