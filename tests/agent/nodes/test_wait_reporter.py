@@ -76,3 +76,9 @@ def test_missing_nodes_are_named_with_their_place_when_the_wait_ends() -> None:
         emulated.message(["n0"], 116.0, 220.0) or ""
     )
     assert "node n2 (process 472, stopped by a signal) did not join" in emulated.too_few(["n0", "n1"], 230.0)
+
+
+def test_before_any_node_has_joined_the_deadline_is_that_of_the_first() -> None:
+    message = make_reporter().message([], 104.0, 700.0)
+    assert message is not None
+    assert "for 4 s, at most 596 s more until a first one has joined: headway agent" in message

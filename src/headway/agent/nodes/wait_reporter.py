@@ -37,13 +37,15 @@ class WaitReporter:
     def message(self, joined: Iterable[str], now: float, deadline: float) -> str | None:
         """What to report when the nodes of these names have joined; None if it was said lately. The wait ends at the
         deadline."""
+        joined = list(joined)
         missing, emulated = self._missing(joined), self.attempt.host is None
         first_at = self.began + (FIRST_EMULATED_S if emulated else FIRST_S)
         pause_s = REPEATED_S if missing == self._reported else AGAIN_S
         too_soon = now < first_at if self._reported_at is None else now < self._reported_at + pause_s
         if not missing or too_soon:
             return None
-        waited = f"for {now - self.began:.0f} s, at most {max(0.0, deadline - now):.0f} s more (train.join_s)"
+        limit = "(train.join_s)" if joined else "until a first one has joined"
+        waited = f"for {now - self.began:.0f} s, at most {max(0.0, deadline - now):.0f} s more {limit}"
         self._reported, self._reported_at = missing, now
         if emulated:
             return f"waiting for {self._names(missing)} {waited}; see the logs in {self.attempt.folder.logs}"
