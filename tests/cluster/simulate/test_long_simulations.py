@@ -32,6 +32,9 @@ def rank(snapshot: ClusterSnapshot, row: int, now: float) -> tuple[int, int, int
         level += 6
     if jobs.failed[row] or jobs.kind[row] == 2:
         level = 0
+    gpus, node = int(jobs.gpus[row]), min(pool.size for pool in snapshot.nodes.pools)
+    if gpus >= node and gpus > snapshot.gpus / 8 and left > 0 and waited >= max(held, DAY_S):
+        level = -1  # a large gang has its turn
     if waited > (28 if left <= 0 else 7) * DAY_S:
         return -1, 0, 0
     return 0, -int(jobs.priority[row]), level
@@ -75,14 +78,21 @@ def evictions(seed: int, jobs: int, step_s: float, days: int) -> list[float]:
             snapshot.submit([coming.pop(0)])
         decisions, job_table = decide(snapshot, now, HEADWAY), snapshot.jobs
         used, used_before, last = snapshot.tenants.used[:2].copy(), snapshot.tenants.used[:2].copy(), -1
+        counted = dict[int, int]()
+        # A job that starts and grows in one cycle is decided twice, and listed once, at the end.
+        grown = {d.job: int(dict(d.reason.numbers).get("before", 0)) for d in decisions if d.kind == "start"}
         for decision in decisions:
             if decision.kind != "stop":
-                before = snapshot.placements[decision.job][1].total if decision.kind == "resize" else 0
+                runs = decision.kind in ("resize", "move")
+                before = snapshot.placements[decision.job][1].total if runs else counted.get(decision.job, 0)
                 used[job_table.tenant[decision.job]] += decision.placement.total - before
                 continue
             stops.append(now)
             head = job_table.rows[str(dict(decision.reason.numbers)["head"])]
             if head != last:  # victims of one job are chosen together, by the usage before
+                if grown.get(last):
+                    counted[last] = grown[last]
+                    used[job_table.tenant[last]] += grown[last]
                 used_before, last = used.copy(), head
             head_rank, victim_rank = rank(snapshot, head, now), rank(snapshot, decision.job, now)
             owed = (
