@@ -59,7 +59,8 @@ class Clients:
         self.wrong: list[str] = []
 
     async def run(self) -> None:
-        limits = httpx.Limits(max_connections=None)
+        # A server may close an idle connection just when a client uses it again: each request has its own.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=f"{self.url}/v1/", timeout=120, limits=limits) as http:
             await asyncio.gather(*(self.client(http, random.Random(number)) for number in range(CLIENTS)))
 
