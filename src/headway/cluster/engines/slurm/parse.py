@@ -78,10 +78,11 @@ class SlurmJobRow:
 
 
 def release_in(begin: float, now: float, cleared_s: float) -> int | None:
-    """In how many seconds a job that Slurm holds until `begin` may start; None if it was released already.
+    """Return how many seconds from now a job held until `begin` may start; None if its hold was lifted before.
 
-    It may start `cleared_s` after it was requeued. A release sets another begin, from which nobody can tell when that
-    was: at most so much later than now, with a second for each time that Slurm and we round.
+    Slurm's own hold ends HOLD_S after the requeue, and the job may start `cleared_s` after it. Lifting the hold moves
+    `begin` to at most `cleared_s` from now, plus two seconds of rounding: then the time of the requeue is no longer
+    known, and the job starts soon anyway.
     """
     if begin <= now + cleared_s + 2:
         return None
