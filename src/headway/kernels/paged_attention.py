@@ -44,6 +44,7 @@ class PagedBatch:
     slots_T: Tensor
     """Where each token's key and value go: page * Z + place in it, int64."""
     _programs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _spans: "dict[tuple[int, ...], KeySpan]" = field(default_factory=dict)
 
     def programs(self, queries: int) -> tuple[Tensor, Tensor]:
         """Return the sequence and the first query of each program that has so many queries; made once per pass."""
@@ -56,6 +57,16 @@ class PagedBatch:
             numbers = uploaded(np.array(pairs, dtype=np.int32).T.copy(), self.slots_T.device)
             self._programs[queries] = numbers[0], numbers[1]
         return self._programs[queries]
+
+
+@dataclass(frozen=True)
+class KeySpan:
+    """What some sequences of a pass, with equally many queries each, attend to; the same in all layers."""
+
+    pages: Tensor
+    """Pages of all sequences, one after another, as many of each."""
+    hidden_SMA: Tensor
+    """Added to the scores: 0 where a query attends, else minus infinity."""
 
 
 def store(k_TKH: Tensor, pages_PZKH: Tensor, slots_T: Tensor) -> None:
@@ -125,43 +136,51 @@ def _attend(
     sinks_N: Tensor | None,
 ) -> Tensor:
     """Attention of `count` queries of each chosen sequence: [S, L, N, U]."""
-    size, heads = keys_PZKH.shape[1:3]
-    shortest, longest = (pick(batch.lengths[i] for i in chosen) for pick in (min, max))
-    first = 0 if window is None else max(shortest - count + 1 - window, 0) // size
-    pages_SP = batch.tables_SP[:, first : -(-longest // size)]
-    if len(chosen) < len(batch.lengths):
-        pages_SP = pages_SP[chosen]
-    k_SKAH, v_SKAU = (_gathered(pages, pages_SP) for pages in (keys_PZKH, values_PZKU))
-    places_A = torch.arange(first * size, first * size + k_SKAH.shape[2], device=q_SLNH.device)
-    lengths_S = batch.lengths_S if len(chosen) == len(batch.lengths) else batch.lengths_S[chosen]
-    last_SL = (lengths_S.unsqueeze(1) - count + torch.arange(count, device=q_SLNH.device)).unsqueeze(2)
-    seen_SLA = places_A <= last_SL
-    if window is not None:
-        seen_SLA &= places_A > last_SL - window
-    share = q_SLNH.shape[2] // heads
+    heads, share = keys_PZKH.shape[2], q_SLNH.shape[2] // keys_PZKH.shape[2]
+    key = (*chosen, share, window or 0)
+    if key not in batch._spans:
+        batch._spans[key] = _span(batch, chosen, count, share, keys_PZKH.shape[1], window)
+    span = batch._spans[key]
+    k_SKAH, v_SKAU = (_gathered(pages, span.pages, len(chosen)) for pages in (keys_PZKH, values_PZKU))
     # Query heads that share a key head become queries of it, so that no key is copied.
     q_SKMH = q_SLNH.unflatten(2, (heads, share)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    seen_SMA = seen_SLA.repeat_interleave(share, dim=1).unsqueeze(1)
     if softcap is None and sinks_N is None:
         y_SKMU = torch.nn.functional.scaled_dot_product_attention(
-            q_SKMH, k_SKAH, v_SKAU, attn_mask=seen_SMA, scale=scale
+            q_SKMH, k_SKAH, v_SKAU, attn_mask=span.hidden_SMA.to(q_SKMH.dtype), scale=scale
         )
     else:
-        y_SKMU = _plain(q_SKMH, k_SKAH, v_SKAU, seen_SMA, scale, softcap, sinks_N)
+        y_SKMU = _plain(q_SKMH, k_SKAH, v_SKAU, span.hidden_SMA, scale, softcap, sinks_N)
     return y_SKMU.unflatten(2, (count, share)).permute(0, 2, 1, 3, 4).flatten(2, 3)
 
 
-def _gathered(pages_PZKH: Tensor, pages_SP: Tensor) -> Tensor:
+def _span(batch: PagedBatch, chosen: list[int], count: int, share: int, size: int, window: int | None) -> KeySpan:
+    """Return the pages and the mask of the chosen sequences' last `count` queries, `share` heads of each."""
+    shortest, longest = (pick(batch.lengths[i] for i in chosen) for pick in (min, max))
+    first = 0 if window is None else max(shortest - count + 1 - window, 0) // size
+    pages_SP, lengths_S = batch.tables_SP[:, first : -(-longest // size)], batch.lengths_S
+    if len(chosen) < len(batch.lengths):
+        pages_SP, lengths_S = pages_SP[chosen], lengths_S[chosen]
+    device = lengths_S.device
+    places_A = torch.arange(first * size, (first + pages_SP.shape[1]) * size, device=device)
+    last_SL1 = (lengths_S.unsqueeze(1) - count + torch.arange(count, device=device)).unsqueeze(2)
+    hidden_SLA = places_A > last_SL1
+    if window is not None:
+        hidden_SLA |= places_A <= last_SL1 - window
+    added_SLA = torch.zeros(hidden_SLA.shape, device=device).masked_fill_(hidden_SLA, float("-inf"))
+    return KeySpan(pages_SP.flatten(), added_SLA.repeat_interleave(share, dim=1).unsqueeze(1))
+
+
+def _gathered(pages_PZKH: Tensor, pages: Tensor, sequences: int) -> Tensor:
     """Return the keys or values of some pages, [S, K, A, H]."""
-    rows = pages_PZKH.index_select(0, pages_SP.flatten())
-    return rows.unflatten(0, pages_SP.shape).flatten(1, 2).transpose(1, 2)
+    rows = pages_PZKH.index_select(0, pages)
+    return rows.view(sequences, -1, *rows.shape[2:]).transpose(1, 2)
 
 
 def _plain(
     q_SKMH: Tensor,
     k_SKAH: Tensor,
     v_SKAU: Tensor,
-    seen_SMA: Tensor,
+    hidden_SMA: Tensor,
     scale: float,
     softcap: float | None,
     sinks_N: Tensor | None,
@@ -170,7 +189,7 @@ def _plain(
     scores_SKMA = (q_SKMH @ k_SKAH.transpose(-1, -2)).float() * scale
     if softcap is not None:
         scores_SKMA = softcap * torch.tanh(scores_SKMA / softcap)
-    scores_SKMA = scores_SKMA.masked_fill(~seen_SMA, float("-inf"))
+    scores_SKMA = scores_SKMA + hidden_SMA
     if sinks_N is None:
         return scores_SKMA.softmax(dim=-1).to(v_SKAU.dtype) @ v_SKAU
     sequences, heads, queries, _ = scores_SKMA.shape
