@@ -1,9 +1,10 @@
 """Read batches of windows from memory-mapped shards, and mask labels that are not trained on."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ class Batch(NamedTuple):
     """Labels that are not masked."""
     documents: Documents | None = None
     """[rows, seq]: each input token's document within its row, if the reader numbers documents."""
+    columns: Mapping[str, npt.NDArray[Any]] = MappingProxyType({})
+    """[rows, documents of a row at most]: further values of each document by name, 0 where there is none."""
 
 
 class WindowReader:
