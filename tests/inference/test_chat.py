@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from headway.data import chat_template
 from headway.errors import ModelError, RequestError
-from headway.inference import LoadedModel, chat
+from headway.inference import LoadedModel
 from headway.inference.chat import render_chat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -65,8 +66,8 @@ def test_templates_that_fail_are_one_sentence(template: str, message: str) -> No
     ],
 )
 def test_templates_that_do_not_end_are_interrupted(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "MOST_SECONDS", 0.2)
-    monkeypatch.setattr(chat, "MOST_CHARACTERS", 10_000)
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "MOST_CHARACTERS", 10_000)
     with pytest.raises(RequestError, match="does not end"):
         render_chat(loaded(template), MESSAGES)
 

@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
+from headway.data.chat_template import read_chat_template, special_token_names
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
 from headway.errors import DataError, ModelError, RunError
 from headway.models import Decoder, empty_decoder, load_into
@@ -249,12 +250,8 @@ def _with_text(loaded: LoadedModel, folder: Path, tokenizer_file: Path, end_of_t
     loaded.begin_id = begin[0] if begin and named.get("add_bos_token") else None
     if generation.get("do_sample", True):
         loaded.defaults = {key: generation[key] for key in GENERATION_DEFAULTS if generation.get(key) is not None}
-    loaded.chat_template = _template(folder, named)
-    loaded.special_tokens = {
-        key: value if isinstance(value, str) else str(value.get("content", ""))
-        for key, value in named.items()
-        if key.endswith("_token") and isinstance(value, str | dict)
-    }
+    loaded.chat_template = read_chat_template(folder, named)
+    loaded.special_tokens = special_token_names(named)
     return loaded
 
 
@@ -266,16 +263,6 @@ def _tokenizer(file: Path, end_ids: tuple[int, ...]) -> TextTokenizer:
         if end_ids:
             raise
         return load_tokenizer(file, end_of_text=-1, special_tokens=True)  # a text then ends at max_tokens
-
-
-def _template(folder: Path, named: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = named.get("chat_template")
-    if isinstance(template, list):  # several by name
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
 
 
 def _settings(file: Path) -> dict[str, Any]:
