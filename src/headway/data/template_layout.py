@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from headway.data.chat_rows import BadRow, Conversation
-from headway.data.chat_samples import TextPiece, Sample, render_with, split_samples
+from headway.data.chat_samples import Sample, TextPiece, render_with, split_samples
 from headway.data.chat_template import ChatTemplate, guarded, sandbox, why_refused, write
 from headway.errors import RequestError
 
@@ -372,10 +372,18 @@ class SampleMaker:
             tuple(_LaidPiece(_laid(piece.text, trace), piece.role, piece.trained) for piece in sample)
             for sample in samples
         )
-        # White space at the end of an answer is cut off, which depends on the content if the template ends with it.
-        if any(not isinstance(piece.parts[-1], str) for sample in laid for piece in sample if piece.trained):
+        if not all(_ends_alike(sample, self.ends) for sample in laid):
             return None
         return _Layout(tuple(trace.conditions), laid)
+
+
+def _ends_alike(sample: tuple[_LaidPiece, ...], ends: re.Pattern[str] | None) -> bool:
+    """Whether white space after an added token is cut off the answers of a sample, or not, whatever they say."""
+    for piece in sample:
+        tail = piece.parts[-1] if piece.parts else ""
+        if piece.trained and not (isinstance(tail, str) and (ends is None or tail == tail.rstrip() != "")):
+            return False
+    return True
 
 
 def _laid(text: str, trace: _Trace) -> tuple[str | _Reference, ...]:
