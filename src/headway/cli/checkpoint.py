@@ -1,4 +1,4 @@
-"""`headway checkpoint ls | verify | show | diff | export | import`: a run's checkpoints."""
+"""`headway checkpoint ls | verify | show | diff | export | merge | import`: a run's checkpoints."""
 
 import json
 import re
@@ -22,20 +22,31 @@ from headway.cli.checkpoint_view import (
 from headway.cli.options import Json, Runs, complete_run
 from headway.cli.text import byte_size, plural, print_json
 from headway.errors import DamagedState, DataError, HeadwayError, ModelError, StateError, UsageError
-from headway.recipe import Recipe
+from headway.recipe import Model, Recipe
 from headway.recipe.huggingface import read_model
 from headway.recipe.upgrade import upgrade_recipe
 from headway.state import OpenCheckpoint, find_checkpoint, list_checkpoints, open_checkpoint, verify_checkpoint
 from headway.state.address import address_in_store, is_in_store, open_address, split_address, store_url
+from headway.state.base_weights import base_digest, base_weights, check_base
 from headway.state.checkpoint_diff import diff_checkpoints
 from headway.state.hf_import import import_run
 from headway.state.huggingface import TokenizerFile, saved_weights, stored_weights, write_folder
 from headway.state.manifest import CheckpointManifest, parse_manifest
 from headway.state.object_store import open_store
+from headway.state.peft import (
+    Adapter,
+    adapter_of_run,
+    base_of_adapter,
+    check_same_base,
+    is_adapter_folder,
+    merged_weights,
+    read_adapter,
+    write_adapter,
+)
 from headway.state.store_checkpoint import StoreCheckpoint, list_remote
 from headway.track import RunFolder, command, find_run, parse_ref, read_recipe, runs_root
 
-app = typer.Typer(help="List, verify, compare, export and import checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, compare, export, merge and import checkpoints.", no_args_is_help=True)
 
 STORE_PATIENCE_S = 10.0
 MANIFESTS_AT_A_TIME = 8
@@ -148,10 +159,23 @@ def export_command(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Export a checkpoint's weights as a Hugging Face folder."""
+    """Export a checkpoint's weights as a Hugging Face folder.
+
+    Adapters (lora) become a folder in PEFT's format; headway checkpoint merge adds them to their base.
+    """
     checkpoint = _find_checkpoint(run, runs)
     opened = open_address(checkpoint.address)
     recipe = _recipe(opened, checkpoint)
+    if recipe.lora is not None:
+        adapter = adapter_of_run(opened, recipe.model, recipe.lora, prefix="ema/" if ema else "model/")
+        write_adapter(folder, recipe.model, adapter)
+        facts = {"step": opened.manifest.step, "layers": len(adapter.layers), "digest": opened.manifest.digest}
+        if json:
+            print_json({"checkpoint": checkpoint.address, "folder": str(folder), "base": recipe.model.init, **facts})
+        else:
+            print(f"{folder}: adapters of {checkpoint.label}, {len(adapter.layers)} layers of {recipe.model.init}")
+            print(f"next: peft.PeftModel.from_pretrained(base, {str(folder)!r})")
+        return
     shapes = recipe.model.tensors() | recipe.model.buffers()
     weights = saved_weights(opened, shapes)
     if ema:
@@ -177,6 +201,50 @@ def export_command(
     else:
         print(f"{folder}: {checkpoint.label}{', EMA weights' if ema else ''}, {len(weights)} tensors")
         print(f"next: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
+@app.command("merge")
+def merge_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN[@STEP]|ADAPTER",
+            autocompletion=complete_run,
+            help="A run with adapters and a step, or a folder of adapters in PEFT's format.",
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create.")],
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", metavar="FOLDER", help="Base of a folder of adapters (default: the one it names)."),
+    ] = None,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Merge adapters (lora) into their base, as a Hugging Face folder."""
+    if is_adapter_folder(Path(source)):
+        merge = _merge_of_folder(Path(source), base)
+    elif base is None:
+        merge = _merge_of_run(_find_checkpoint(source, runs))
+    else:
+        raise UsageError("--base is for a folder of adapters: a run knows its base", hint="leave --base out")
+    weights = merged_weights(base_weights(merge.base, merge.model), merge.adapter)
+    with progress_bar("merging", quiet=json) as progress:
+        write_folder(
+            folder,
+            merge.model,
+            weights,
+            tokenizer=merge.tokenizer,
+            sidecars=merge.sidecars,
+            seq=merge.seq,
+            progress=progress,
+        )
+    if json:
+        facts = {"base": merge.base, "layers": len(merge.adapter.layers), "tensors": len(weights)}
+        print_json({"adapter": merge.adapter.name, "folder": str(folder), **facts})
+    else:
+        print(f"{folder}: {len(merge.adapter.layers)} layers of {merge.base} with the adapters of {merge.label}")
+        print(f"next: headway serve {folder}")
 
 
 @app.command("import")
@@ -401,7 +469,46 @@ def _verify(checkpoint: NamedCheckpoint, quiet: bool) -> dict[str, Any]:
     return {"path": checkpoint.address, **result}
 
 
-# -- export and import
+# -- export, merge and import
+
+
+class _Merge(NamedTuple):
+    """Adapters, their base, and what a folder of the two needs."""
+
+    label: str
+    adapter: Adapter
+    model: Model
+    base: str
+    tokenizer: TokenizerFile | None
+    sidecars: Path
+    seq: int
+
+
+def _merge_of_run(checkpoint: NamedCheckpoint) -> _Merge:
+    opened = open_address(checkpoint.address)
+    recipe = _recipe(opened, checkpoint)
+    if recipe.lora is None or recipe.model.init is None:
+        raise StateError(
+            f"{checkpoint.label} has no adapters: its recipe has no [lora]",
+            hint="headway checkpoint export writes its weights",
+            usage=True,
+        )
+    check_base(recipe.lora, recipe.model)
+    adapter, run = adapter_of_run(opened, recipe.model, recipe.lora), _home(checkpoint)
+    return _Merge(
+        checkpoint.label, adapter, recipe.model, recipe.model.init, _tokenizer_of(run), run.companions, recipe.data.seq
+    )
+
+
+def _merge_of_folder(folder: Path, base: Path | None) -> _Merge:
+    base = base or base_of_adapter(folder)
+    model = read_model(base)
+    adapter = read_adapter(folder, model)
+    if adapter.base is not None:
+        check_same_base(adapter, base_digest(str(base), model), str(base))
+    seq, end_id = _length_and_end(base)
+    tokenizer = _tokenizer_file(base / "tokenizer.json", end_id)
+    return _Merge(str(folder), adapter, model, str(base), tokenizer, base, seq)
 
 
 def _averaged(checkpoint: OpenCheckpoint) -> set[str]:

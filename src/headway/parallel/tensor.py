@@ -19,6 +19,7 @@ from headway.parallel.layout import Cut, TensorCuts
 from headway.parallel.local_part import to_local
 from headway.parallel.pipeline import PassThrough
 from headway.parallel.world import Axis
+from headway.recipe.lora import A, B
 
 SEQUENCE = 1
 """The token dim of a stream [B, L, D]."""
@@ -39,7 +40,7 @@ def cut_tensors(model: nn.Module, cuts: TensorCuts, mesh: DeviceMesh, axis: Axis
             if id(parameter) not in replaced:
                 replaced[id(parameter)] = _placed(parameter, _placement(cut, key), mesh, axis)
             module._parameters[key] = replaced[id(parameter)]
-            if cut in ("share", "keys") or (cut == "rows" and key == "bias" and cuts.by_sequence):
+            if _is_partial(cut, key, cuts):
                 partial_sums.add(f"{name}.{key}")
         _cut_forward(module, name, cut, cuts, axis)
     for name, attribute in cuts.divided:
@@ -65,8 +66,16 @@ def _cut_of(name: str, cuts: TensorCuts) -> Cut | None:
 
 def _placement(cut: Cut | None, key: str) -> Placement:
     if cut in ("columns", "vocabulary"):
-        return Shard(0)
-    return Shard(1) if cut == "rows" and key == "weight" else Replicate()
+        return Replicate() if key == A else Shard(0)
+    return Shard(1) if cut == "rows" and key in ("weight", A) else Replicate()
+
+
+def _is_partial(cut: Cut | None, key: str, cuts: TensorCuts) -> bool:
+    """Whether a replicated parameter's gradient is only a part of it on each worker: one that sees some of the tokens,
+    or the side of an adapter that is not split."""
+    if cut in ("share", "keys"):
+        return True
+    return (cut, key) in (("columns", A), ("rows", B)) or (cut == "rows" and key == "bias" and cuts.by_sequence)
 
 
 def _placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh, axis: Axis) -> nn.Parameter:
@@ -162,4 +171,4 @@ def _own_head(heads: int, axis: Axis, parameters: dict[str, Any]) -> dict[str, A
     """Return, of a projection to fewer heads than workers, the one head that this worker's queries use."""
     which = axis.rank // (axis.size // heads)
     local = {key: tensor for key, tensor in _local(parameters).items() if tensor is not None}
-    return {key: tensor.unflatten(0, (heads, -1))[which] for key, tensor in local.items()}
+    return {key: tensor if key == A else tensor.unflatten(0, (heads, -1))[which] for key, tensor in local.items()}

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headway.recipe import Model, Train
+from headway.recipe import Lora, Model, Train
+from headway.recipe.lora import adapter_tensors
 from headway.recipe.patterns import first_match
 
 BLOCKS = "layers."
@@ -33,8 +34,10 @@ class OptimizerFootprint:
     """FLOPs of an update per parameter in blocks."""
 
 
-def optimizer_footprint(model: Model, train: Train) -> OptimizerFootprint | None:
+def optimizer_footprint(model: Model, train: Train, lora: Lora | None = None) -> OptimizerFootprint | None:
     """State of a recipe's optimizer; None for AdamW on all parameters, which `Software` describes."""
+    if lora is not None:
+        return _adapter_footprint(model, train, lora)
     if train.optimizer == "adamw" and not train.freeze and train.ema is None:
         return None
     shapes = model.tensors()
@@ -51,6 +54,16 @@ def optimizer_footprint(model: Model, train: Train) -> OptimizerFootprint | None
         mean(_trained_parameters, False),
         mean(update_flops, True),
     )
+
+
+def _adapter_footprint(model: Model, train: Train, lora: Lora) -> OptimizerFootprint:
+    """State of the adapters, as an average over the parameters of the base."""
+    adapters = adapter_tensors(model, lora)
+    block = sum(math.prod(shape) for name, shape in model.tensors().items() if name.startswith(BLOCKS))
+    state_bytes = sum(optimizer_state_bytes(name, shape, train) for name, shape in adapters.items())
+    flops = sum(update_flops(name, shape, train) for name, shape in adapters.items())
+    trained = sum(map(math.prod, adapters.values())) / block
+    return OptimizerFootprint(state_bytes / block, 0.0, trained, 0.0, flops / block)
 
 
 def optimizer_state_bytes(name: str, shape: Shape, train: Train) -> float:

@@ -78,7 +78,7 @@ def trainer_software(recipe: Recipe, chip: Chip) -> Software:
         weight_bytes=4 if train.weights == "float32" else 2,
         master_bytes=4 if train.master else 0,
         moment_bytes=4 if train.moments == "float32" else 2,
-        states=None if recipe.model.class_ is not None else optimizer_footprint(recipe.model, train),
+        states=None if recipe.model.class_ is not None else optimizer_footprint(recipe.model, train, recipe.lora),
     )
 
 

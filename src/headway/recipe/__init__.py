@@ -4,6 +4,7 @@ from headway.recipe.assignment import Assignment, ParityTrial, SpikeReference, S
 from headway.recipe.changes import CHANGEABLE, changed_keys, check_resumable
 from headway.recipe.faults import Fault, FaultPlan
 from headway.recipe.load import load_recipe, nearest_keys, to_toml, with_settings
+from headway.recipe.lora import Lora
 from headway.recipe.model import Model, ModelLayout
 from headway.recipe.schema import Checkpoint, Data, Parallel, Recipe, Store, Train
 
@@ -14,6 +15,7 @@ __all__ = [
     "Data",
     "Fault",
     "FaultPlan",
+    "Lora",
     "Model",
     "ModelLayout",
     "Parallel",

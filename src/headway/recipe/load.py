@@ -265,7 +265,9 @@ def _explain(
         return RecipeError(f"{origin}: {first['msg']}{elsewhere}")
     if first["type"] == "extra_forbidden":
         section, _, name = key.rpartition(".")
-        near = nearest_keys(key) or difflib.get_close_matches(key, Recipe.model_fields)
+        sections = Recipe.model_fields
+        near = difflib.get_close_matches(key, sections, n=1, cutoff=0.8) or nearest_keys(key)
+        near = near or difflib.get_close_matches(key, sections)
         hint = f"did you mean {' or '.join(near)}?  ({LIST_ALL})" if near else LIST_ALL
         families = families_with(name) if section == "model" else []
         if families:
@@ -276,10 +278,11 @@ def _explain(
         if origin.startswith(f"--set {key}="):
             return RecipeError(f"{origin}: {key} has no default", hint=f"--set {key}=VALUE")
         return RecipeError(f"{origin}: {key} is missing", hint=f"set it in the file or with --set {key}=...")
+    section = f"{key}: " if key else ""  # else it is about several sections
     if first["type"] == "needs_setting":
-        return RecipeError(f"{origin}: {key}: {first['msg']}", hint=f"add {first['ctx']['hint']}")
+        return RecipeError(f"{origin}: {section}{first['msg']}", hint=f"add {first['ctx']['hint']}")
     if first["type"] == "value_error":
-        return RecipeError(f"{origin}: {key}: {what_is_wrong(first)}")
+        return RecipeError(f"{origin}: {section}{what_is_wrong(first)}")
     allowed = _allowed(key)
     if key == "model.family":
         name = str(first["input"])
@@ -297,7 +300,7 @@ def _explain(
 
 def _field_path(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Return the path of an invalid field, without the family tag of the model section."""
-    return (loc[0], *loc[2:]) if loc[0] == "model" and len(loc) > 1 else loc
+    return (loc[0], *loc[2:]) if loc[:1] == ("model",) and len(loc) > 1 else loc
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str | None:

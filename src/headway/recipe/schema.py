@@ -8,14 +8,16 @@ import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from headway.recipe.data import Data
 from headway.recipe.families import AnyModel
 from headway.recipe.families.llama import Llama
+from headway.recipe.lora import Lora
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 from headway.recipe.train import Train
 
-__all__ = ["Checkpoint", "Data", "Eval", "Health", "Parallel", "Recipe", "Store", "Train"]
+__all__ = ["Checkpoint", "Data", "Eval", "Health", "Lora", "Parallel", "Recipe", "Store", "Train"]
 
 
 class Parallel(Section):
@@ -139,6 +141,8 @@ class Recipe(Section):
     """The dataset to train on."""
     train: Train = Field(default_factory=Train)
     """How to train."""
+    lora: Lora | None = None
+    """Train low-rank adapters on a frozen base; without this section all weights are trained."""
     parallel: Parallel | None = None
     """The device mesh; without this section the plan decides."""
     eval: Eval = Field(default_factory=Eval)
@@ -159,4 +163,25 @@ class Recipe(Section):
     def _consistent(self) -> Self:
         if self.model.mup_base is not None and self.train.optimizer not in ("adamw", "adamw-8bit"):
             raise ValueError(f"model.mup_base needs train.optimizer adamw or adamw-8bit, not {self.train.optimizer}")
+        if self.lora is not None:
+            _check_lora(self, self.lora)
         return self
+
+
+def _check_lora(recipe: Recipe, lora: Lora) -> None:
+    """Raise for settings that adapters exclude."""
+    if recipe.model.class_ is not None:
+        raise ValueError("lora needs one of Headway's decoders, not model.class")
+    if recipe.model.init is None:
+        wrong, hint = "lora needs a base, but model.init is not set", "--set model.init=FOLDER, or a run"
+        raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
+    if recipe.train.freeze:
+        raise ValueError("train.freeze has no effect with lora: the base is frozen, and lora.targets gets adapters")
+    if recipe.train.master:
+        raise ValueError("train.master has no effect with lora: adapters are float32")
+    if lora.quantize is not None and recipe.parallel is not None and _splits(recipe.parallel):
+        raise ValueError(f'lora.quantize = "{lora.quantize}" needs a mesh of replicate and shard axes only')
+
+
+def _splits(parallel: Parallel) -> bool:
+    return parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1

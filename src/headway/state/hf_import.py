@@ -140,6 +140,14 @@ def _write(
     return entries
 
 
+def tensor_digest(weight: LazyWeight) -> int:
+    """Return the digest of a tensor, block by block."""
+    entry = _Entry(weight)
+    for block in weight.blocks():
+        entry.add(block)
+    return entry.digest
+
+
 class _Entry:
     """Checksums and digest of a tensor that arrives in blocks; the digest uses flat indices, so any shape will do."""
 
@@ -157,10 +165,14 @@ class _Entry:
         self._digest += digest_box(bits, (self._elements,), Box((self._done,), (bits.size,)))
         self._done += bits.size
 
+    @property
+    def digest(self) -> int:
+        """The tensor's digest, once all of it was added."""
+        assert self._done == self._elements, f"{self._done} of {self._elements} elements were added"
+        return self._digest & MASK
+
     def finish(self, file: str, offset: int) -> TensorEntry:
         """Return the tensor's manifest entry: it is one piece."""
         shape, start = self._weight.shape, (0,) * len(self._weight.shape)
-        assert self._done == self._elements, f"{self._done} of {self._elements} elements were added"
         piece = PieceEntry(file=file, offset=offset, start=start, shape=shape, xxh3=tuple(self._checksums))
-        digest = f"{self._digest & MASK:016x}"
-        return TensorEntry(dtype=self._weight.dtype, shape=shape, digest=digest, pieces=(piece,))
+        return TensorEntry(dtype=self._weight.dtype, shape=shape, digest=f"{self.digest:016x}", pieces=(piece,))

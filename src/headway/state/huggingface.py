@@ -285,7 +285,7 @@ def _write_weights(
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        for count in _write_file(folder / file, shard):
+        for count in write_weight_file(folder / file, shard):
             done += count
             if progress is not None:
                 progress(done, total)
@@ -294,7 +294,7 @@ def _write_weights(
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_file(path: Path, weights: Mapping[str, LazyWeight]) -> Iterator[int]:
+def write_weight_file(path: Path, weights: Mapping[str, LazyWeight]) -> Iterator[int]:
     """Write one file durably; yields the size of each block."""
     layout = plan_file((name, weight.dtype, weight.shape) for name, weight in weights.items())
     with new_file(path) as file:

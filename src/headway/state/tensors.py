@@ -49,6 +49,8 @@ class ModelShare:
     """Parameters that another stage owns and writes: their name here to their name there."""
     elsewhere: frozenset[str] = frozenset()
     """Names of the model's tensors that other ranks may hold."""
+    base: frozenset[str] = frozenset()
+    """Tensors of a frozen base, which are stored elsewhere and are no part of a run's state."""
 
 
 ALL = ModelShare()
@@ -144,6 +146,10 @@ def load_state(
     source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else open_checkpoint(checkpoint)
     live = named_state(model, optimizer, share, average)
     _check(source, live, ("model/",) if optimizer is None else ("model/", "optimizer/", "ema/"), share)
+    _load(source, live)
+
+
+def _load(source: OpenCheckpoint, live: Mapping[str, torch.Tensor]) -> None:
     with ThreadPoolExecutor(min(_READERS, torch.get_num_threads()), thread_name_prefix="read") as readers:
         loads = [readers.submit(_load_tensor, source, name, tensor) for name, tensor in live.items()]
         try:
@@ -157,6 +163,14 @@ def load_state(
 def load_weights(checkpoint: Path | OpenCheckpoint, model: nn.Module, share: ModelShare = ALL) -> None:
     """Load only a checkpoint's weights into a live model, in place."""
     load_state(checkpoint, model, share=share)
+
+
+def load_base(checkpoint: Path | OpenCheckpoint, model: nn.Module, share: ModelShare) -> None:
+    """Load the frozen base of a model with adapters from a checkpoint of the plain model, in place."""
+    source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else open_checkpoint(checkpoint)
+    live = {f"model/{name}": tensor.detach() for name, tensor in _all_tensors(model, share) if name in share.base}
+    _check(source, live, ("model/",), share)
+    _load(source, live)
 
 
 @torch.no_grad()
@@ -187,7 +201,11 @@ def _as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _model_tensors(model: nn.Module, share: ModelShare) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter and persistent buffer once, named as in `named_parameters`."""
+    """Each parameter and persistent buffer of the state once, named as in `named_parameters`."""
+    yield from ((name, tensor) for name, tensor in _all_tensors(model, share) if name not in share.base)
+
+
+def _all_tensors(model: nn.Module, share: ModelShare) -> Iterator[tuple[str, torch.Tensor]]:
     yield from named_parameters(model, share)
     transient = {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}
     for name, buffer in model.named_buffers():

@@ -17,12 +17,13 @@ from headway.errors import ModelError
 from headway.kernels.dispatch import make_plain
 from headway.models import empty_decoder, initial_weight, stored_weights
 from headway.models.custom import build_own
+from headway.models.lora import add_adapters, base_names, initial_adapter, is_adapter, read_adapters
 from headway.parallel import ParallelModel, World, parallelize_model
 from headway.parallel.layout import blocks_of, layout_of
-from headway.recipe import Assignment, Model, ModelLayout, Recipe
+from headway.recipe import Assignment, Lora, Model, ModelLayout, Recipe
 from headway.state import OpenCheckpoint
 from headway.state.address import open_address
-from headway.state.tensors import ModelShare, fill, load_weights
+from headway.state.tensors import ModelShare, fill, load_base, load_weights
 from headway.track import Recorder, RunFolder, chain
 from headway.track.heartbeat import HeartbeatWriter
 from headway.train.custom_init import initial_weights, load_buffers
@@ -93,8 +94,12 @@ def build(
 
     run = RunFolder(Path(assignment.run))
     model = empty_model(recipe.model)
-    freeze(model, recipe.train)
     lower(model, recipe.train)
+    base = frozenset[str]()
+    if recipe.lora is not None:
+        add_adapters(model, recipe.lora)
+        base = base_names(model)
+    freeze(model, recipe.train)
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     spread = parallelize_model(model, recipe, world, assignment.faults.mutations)
@@ -102,13 +107,13 @@ def build(
         widen_gradients(spread.model)
     if not recipe.compiles(world.device.type):
         add_heartbeat_hooks(spread, beat)
-    held = ModelShare(world.rank, world.stage, spread.borrowed, spread.names)
+    held = ModelShare(world.rank, world.stage, spread.borrowed, spread.names, base)
     if recipe.model.class_ is not None:
         load_buffers(run, spread.model)
     else:
         for buffer in spread.model.buffers():
             buffer.zero_()  # it was uninitialized memory
-    if state is None:
+    if state is None or base:  # the state of a run with adapters has only those
         draw_weights(spread.model, recipe, held, run)
     optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
     average = WeightEma(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None
@@ -162,6 +167,11 @@ def check_ties(model: nn.Module, layout: ModelLayout | None) -> None:
 def draw_weights(model: nn.Module, recipe: Recipe, held: ModelShare, run: RunFolder) -> None:
     """Initialize this worker's part of the weights, from the seed or from `model.init`, one tensor at a time."""
     init = recipe.model.init
+    if recipe.lora is not None:
+        draw_adapters(model, recipe, recipe.lora)
+    if recipe.lora is not None and init is not None and not (Path(init) / "config.json").exists():
+        load_base(open_address(init), model, held)
+        return
     if recipe.model.class_ is not None or (init is not None and not (Path(init) / "config.json").exists()):
         load_weights(open_address(init or str(initial_weights(run))), model, held)
         return
@@ -170,10 +180,21 @@ def draw_weights(model: nn.Module, recipe: Recipe, held: ModelShare, run: RunFol
         return
     stored = stored_weights(Path(init), recipe.model)
     for name, parameter in model.named_parameters():
-        fill(name, parameter, stored[name])
+        if name in stored:
+            fill(name, parameter, stored[name])
     for name, buffer in model.named_buffers():
         if name in stored:
             buffer.copy_(stored[name])
+
+
+@torch.no_grad()
+def draw_adapters(model: nn.Module, recipe: Recipe, lora: Lora) -> None:
+    """Initialize this worker's part of the adapters, from the seed or from `lora.init`."""
+    stored = None if lora.init is None else read_adapters(Path(lora.init), recipe.model)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            drawn = stored[name] if stored else initial_adapter(name, tuple(parameter.shape), recipe.seed)
+            fill(name, parameter, drawn)
 
 
 def draw_all(parameters: Mapping[str, nn.Parameter], recipe: Recipe) -> None:

@@ -13,6 +13,7 @@ from headway.plan.settings import AXES, Mesh, Settings
 from headway.plan.task import RUNNABLE, schedule_conflict
 from headway.plan.trainer import default_microbatch, other_axes, stated_mesh, trainer_software
 from headway.recipe import ModelLayout, Parallel, Recipe
+from headway.recipe.lora import adapter_tensors
 from headway.recipe.patterns import matched
 
 
@@ -77,7 +78,7 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
 
 def check_patterns(recipe: Recipe) -> None:
     """Raise RecipeError for patterns that match no parameter, and if all parameters are frozen."""
-    names = [*recipe.model.tensors()]
+    names = [*recipe.model.tensors(), *(adapter_tensors(recipe.model, recipe.lora) if recipe.lora else ())]
     if len(matched("train.freeze", recipe.train.freeze, names)) == len(names):
         raise RecipeError("train.freeze matches every parameter: nothing is trained", hint="leave some out of it")
     for i, group in enumerate(recipe.train.groups):

@@ -22,12 +22,15 @@ from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
 from headway.recipe import Data, FaultPlan, Model, Parallel, Recipe, changed_keys, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
+from headway.recipe.lora import adapted_layers
 from headway.recipe.patterns import matched
 from headway.recipe.upgrade import upgrade_recipe
 from headway.state import find_checkpoint, list_checkpoints
 from headway.state.address import is_in_store, open_address
+from headway.state.base_weights import base_digest, check_base
 from headway.state.hf_import import NO_DATA
 from headway.state.hf_sidecars import copy_sidecars, save_sidecars
+from headway.state.peft import check_same_base, lora_of, read_adapter
 from headway.track import (
     RunFolder,
     command,
@@ -143,6 +146,8 @@ def resume_run(
     reached = summarize(run).step
     check_resumable(old, new, run.name, reached, lambda words: command(root, "train", words))
     new = _same_data(new, run)
+    if new.lora is not None:
+        check_base(new.lora, new.model)
     check_store(new, ask=False)
     available = on or devices(new.train.device)
     old_plan = read_plan(run)
@@ -307,7 +312,24 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
             f"model.vocab_size is {model.vocab_size}, but the data was built with {vocabulary} tokens",
             hint="leave model.vocab_size out, or build the data with the model's own tokenizer",
         )
-    return recipe.model_copy(update={"model": model})
+    return resolve_lora(recipe.model_copy(update={"model": model}))
+
+
+def resolve_lora(recipe: Recipe) -> Recipe:
+    """Pin the base of adapters by its digest, and give them the settings of those that they start from."""
+    if recipe.lora is None:
+        return recipe
+    assert recipe.model.init is not None, "the recipe has a base"
+    lora, digest = recipe.lora, base_digest(recipe.model.init, recipe.model)
+    if lora.init is not None:
+        adapter = read_adapter(Path(lora.init), recipe.model)
+        check_same_base(adapter, digest, recipe.model.init)
+        lora = lora.starting_from(lora_of(adapter, recipe.model)).model_copy(
+            update={"init": str(Path(lora.init).resolve())}
+        )
+    elif lora.targets:
+        adapted_layers(recipe.model, lora.targets)
+    return recipe.model_copy(update={"lora": lora.model_copy(update={"base": digest})})
 
 
 def pin_data(recipe: Recipe) -> tuple[Recipe, int]:
@@ -359,7 +381,7 @@ def resolve_model(model: Model, root: Path) -> Model:
         return model
     folder = Path(model.init)
     if (folder / MANIFEST).exists() or is_in_store(model.init):
-        return _shaped(model, recipe_of_checkpoint(model.init).model, model.init)
+        return _shaped(model, _whole_model(model.init), model.init)
     if folder.is_dir() and model.class_ is not None:
         raise ModelError(
             f"model.init = {model.init!r} is a folder, but a custom class can only start from a run's weights",
@@ -373,7 +395,18 @@ def resolve_model(model: Model, root: Path) -> Model:
         raise ModelError(
             f"model.init = {model.init!r} is neither a folder nor a run", hint=error.hint or error.message
         ) from None
-    return _shaped(model, recipe_of_checkpoint(init).model, init)
+    return _shaped(model, _whole_model(init), init)
+
+
+def _whole_model(checkpoint: str) -> Model:
+    """Return the model whose weights a checkpoint has; raise ModelError if it has only adapters."""
+    recipe = recipe_of_checkpoint(checkpoint)
+    if recipe.lora is not None:
+        raise ModelError(
+            f"model.init = {checkpoint!r} has adapters only, not the weights of a model",
+            hint="headway checkpoint merge RUN FOLDER makes a folder that a run can start from",
+        )
+    return recipe.model
 
 
 def _shaped(model: Model, shape: Model, init: str) -> Model:
@@ -456,6 +489,12 @@ def check_branch(recipe: Recipe, checkpoint: str) -> None:
                 hint="only a model of the same shape can continue from it",
                 usage=True,
             )
+    if before.lora != recipe.lora:
+        raise StateError(
+            "--from: the checkpoint and the recipe have different [lora] settings",
+            hint="only adapters of the same rank, alpha, targets and base continue; lora.init takes an exported folder",
+            usage=True,
+        )
     weights_only = f"--set model.init={checkpoint} instead of --from takes only the weights"
     if before.train.optimizer != recipe.train.optimizer:
         raise StateError(

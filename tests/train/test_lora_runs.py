@@ -1,0 +1,118 @@
+"""Whole runs with adapters: what is saved, and that a killed run ends with the bits of one that was left alone."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headway.agent import new_run
+from headway.errors import ModelError, RecipeError
+from headway.models import empty_decoder, init_weights, write_folder
+from headway.recipe import FaultPlan, Model
+from headway.recipe.lora import adapter_tensors
+from headway.state import find_checkpoint, open_checkpoint
+from headway.state.peft import adapter_of_run, read_adapter, write_adapter
+from headway.state.tensors import read_tensors
+from headway.track import compare_runs, read_recipe
+
+MODEL = {"layers": 2, "dim": 32, "heads": 2, "kv_heads": 1, "vocab_size": 320}
+SETTINGS = {
+    "train.steps": 6,
+    "train.schedule": "constant",
+    "checkpoint.every_steps": 2,
+    "lora.rank": 4,
+    "lora.alpha": 8.0,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A Hugging Face folder with random weights."""
+    return make_base(tmp_path_factory.mktemp("base") / "folder", seed=3)
+
+
+def make_base(folder: Path, seed: int) -> Path:
+    model = Model(**MODEL)
+    decoder = empty_decoder(model)
+    init_weights(decoder, seed)
+    write_folder(folder, model, decoder.state_dict())
+    return folder
+
+
+@pytest.fixture
+def lora_recipe(recipe, base):
+    def make(settings=None):
+        made_of = {"model.layers": 2, "model.dim": 32, "model.heads": 2, "model.kv_heads": 1, "model.init": str(base)}
+        return recipe(SETTINGS | made_of | (settings or {}))
+
+    return make
+
+
+def test_state_has_adapters_and_their_moments_only(lab, lora_recipe, base) -> None:
+    result = lab.train(lora_recipe())
+    assert result.outcome.state == "finished", result.outcome
+    recipe = read_recipe(result.run)
+    shapes = adapter_tensors(recipe.model, recipe.lora)
+    checkpoint = open_checkpoint(find_checkpoint(result.run.checkpoints))
+    named = {name.split("/")[1] for name in checkpoint.manifest.tensors}
+    assert named == set(shapes)
+    assert {f"model/{name}" for name in shapes} < set(checkpoint.manifest.tensors)
+    trained = read_tensors(checkpoint)
+    assert all(tensor.abs().sum() > 0 for name, tensor in trained.items() if name.endswith("lora_b"))
+    losses = [event["loss"] for event in result.events("step")]
+    assert losses[-1] < losses[0]
+
+
+def test_base_with_other_weights_is_refused_on_resume(lab, lora_recipe, tmp_path) -> None:
+    folder = make_base(tmp_path / "base", seed=5)
+    result = lab.train(lora_recipe({"model.init": str(folder), "train.steps": 2}))
+    shutil.rmtree(folder)
+    make_base(folder, seed=6)
+    with pytest.raises(ModelError, match="adapter for another base"):
+        lab.resume(result.run, "train.steps=4")
+
+
+def test_adapters_of_a_run_are_no_base(lab, lora_recipe) -> None:
+    result = lab.train(lora_recipe({"train.steps": 2}))
+    with pytest.raises(ModelError, match="adapters only"):
+        new_run(lora_recipe({"model.init": result.run.name}), lab.root)
+
+
+@pytest.mark.slow
+def test_training_continues_from_exported_adapters(lab, lora_recipe, base, tmp_path) -> None:
+    """The first loss of the second run is that of the trained adapters, not of fresh ones."""
+    first = lab.train(lora_recipe())
+    recipe = read_recipe(first.run)
+    checkpoint = open_checkpoint(find_checkpoint(first.run.checkpoints))
+    adapter = adapter_of_run(checkpoint, recipe.model, recipe.lora)
+    write_adapter(tmp_path / "adapter", recipe.model, adapter)
+    again = read_adapter(tmp_path / "adapter", recipe.model)
+    for name, value in adapter.tensors().items():
+        np.testing.assert_array_equal(again.tensors()[name], value)
+
+    settings = {"lora.init": str(tmp_path / "adapter"), "train.lr": 1e-9, "train.steps": 2}
+    second = lab.train(lora_recipe(settings | {"lora.rank": 16, "lora.alpha": 32.0}))  # the defaults
+    assert second.outcome.state == "finished", second.outcome
+    assert read_recipe(second.run).lora.rank == 4
+    fresh = [event["loss"] for event in first.events("step")]
+    assert second.events("step")[0]["loss"] < fresh[0]
+    with pytest.raises(RecipeError, match=r"lora\.rank is 5 in the recipe and 4"):
+        new_run(lora_recipe(settings | {"lora.rank": 5}), lab.root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"tensor": 2, "shard": 1}], ids=str)
+def test_killed_and_resumed_run_ends_with_equal_bits(lab, lora_recipe, mesh) -> None:
+    settings = {f"parallel.{key}": value for key, value in mesh.items()}
+    workers = None if mesh else 1
+    unharmed = lab.train(lora_recipe(settings), workers=workers)
+    assert unharmed.outcome.state == "finished", unharmed.outcome
+    result = lab.train(lora_recipe(settings), workers=workers, faults=FaultPlan().kill(2, 0, "compute", attempt=1))
+    for number, step in ((2, 4), (3, 6)):
+        assert "SIGKILL" in result.outcome.reason
+        result = lab.resume(result.run, faults=FaultPlan().kill(step, 0, "data", attempt=number))
+    result = lab.resume(result.run)
+    assert result.outcome.state == "finished", result.outcome
+    assert (result.chain, result.digest) == (unharmed.chain, unharmed.digest)
+    assert compare_runs(result.run, unharmed.run).equal
