@@ -34,6 +34,7 @@ VERBS: dict[str, dict[str, str]] = {
         "stop": "Save a running run and stop it",
         "sample": "Generate text with a run's model",
         "generate": "Run a file of prompts through a model",
+        "eval": "Evaluate a model on tasks from local files",
         "serve": "Serve a model by the OpenAI API",
         "checkpoint": "List, verify, compare, export and import checkpoints",
     },

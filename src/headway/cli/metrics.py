@@ -14,7 +14,10 @@ from headway.track import export_tensorboard, read_metric, runs_root
 def metrics(
     run: Run,
     key: Annotated[
-        str, typer.Option("--key", help="Metric to print: loss, eval_loss, tokens_per_s, mfu and others.")
+        str,
+        typer.Option(
+            "--key", help="Metric to print: loss, eval_loss, tokens_per_s, mfu, TASK/METRIC of headway eval and others."
+        ),
     ] = "loss",
     tensorboard: Annotated[
         Path | None, typer.Option("--tensorboard", metavar="DIR", help="Export all metrics for TensorBoard.")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from headway.cli.eval_view import evaluation_table
 from headway.cli.options import Json, Run, Runs
 from headway.cli.run_sync import find_up_to_date
 from headway.cli.text import columns, duration, print_json, short_seconds
@@ -22,6 +23,7 @@ from headway.track import (
     checkpoint_digests,
     history,
     largest_overhead,
+    latest_evaluations,
     read_plan,
     read_run,
     runs_root,
@@ -44,13 +46,15 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
     if json:
         more = {"plan": _plan_document(check, ledger), "replicas": None if replicas is None else replicas._asdict()}
         more |= {"divergence": None if divergence is None else asdict(divergence)}
-        print_json(_document(folder, summarize(folder), ledger, exact) | more)
+        evaluations = [evaluation.model_dump() for evaluation in latest_evaluations(folder)]
+        document = _document(folder, summarize(folder), ledger, exact)
+        print_json(document | more | {"evaluations": evaluations})
     else:
         if plan is not None and plan.assumed:
             check = None  # the CPU's speed is assumed: nothing to compare a measurement with
         peak = _facts(records).get("peak_source") or "the device's peak"
         warnings = [] if divergence is None else [f"warning: {divergence.text}"]
-        below = [*warnings, *_unreadable(records), *_corruption(replicas)]
+        below = [*warnings, *_unreadable(records), *_corruption(replicas), *_evaluations(folder)]
         print("\n".join(_text(folder, summarize(folder), ledger, check, exact, str(peak), below)))
 
 
@@ -102,6 +106,12 @@ def _unreadable(records: list[Record]) -> list[str]:
         for record in records
         if record.skipped
     ]
+
+
+def _evaluations(folder: RunFolder) -> list[str]:
+    """Return a table of the last `headway eval` of each task and step."""
+    evaluations = latest_evaluations(folder)
+    return ["evaluations:", *evaluation_table(evaluations, steps=True)] if evaluations else []
 
 
 class _Replicas(NamedTuple):

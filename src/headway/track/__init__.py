@@ -1,6 +1,14 @@
 """Run tracking: recorded events, the time ledger, metrics, the chain of steps and run folders."""
 
 from headway.track.chain import START, RunComparison, checkpoint_digests, compare_runs, extend_chain
+from headway.track.evaluations import (
+    EvalMetric,
+    Evaluation,
+    latest_evaluations,
+    read_evaluation_rows,
+    read_evaluations,
+    write_evaluation,
+)
 from headway.track.events import (
     FORMAT,
     Event,
@@ -48,6 +56,8 @@ __all__ = [
     "FORMAT",
     "START",
     "AttemptTime",
+    "EvalMetric",
+    "Evaluation",
     "Event",
     "Header",
     "Ledger",
@@ -73,6 +83,7 @@ __all__ = [
     "is_set_aside",
     "kept_until",
     "largest_overhead",
+    "latest_evaluations",
     "list_runs",
     "lock_holder",
     "lock_run",
@@ -81,6 +92,8 @@ __all__ = [
     "next_attempt",
     "parse_ref",
     "read_ends",
+    "read_evaluation_rows",
+    "read_evaluations",
     "read_metric",
     "read_metrics",
     "read_plan",
@@ -93,6 +106,7 @@ __all__ = [
     "set_aside",
     "summarize",
     "take_back",
+    "write_evaluation",
     "write_json",
     "write_plan",
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from pydantic_core import from_json
 
 from headway.errors import UsageError
+from headway.track.evaluations import latest_evaluations
 from headway.track.events import Event, Record, kept_until, read_run, read_with_raw_lines
 from headway.track.runs import RunFolder
 
@@ -73,7 +74,22 @@ def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str,
         steps, values = _merge(parts)
         if steps.size:
             series[key] = (steps, values)
-    return series
+    tasks = _tasks(run)
+    return series | {key: tasks[key] for key in (tasks if keys is None else keys) if key in tasks}
+
+
+def _tasks(run: RunFolder) -> dict[str, Series]:
+    """Return the metrics of `headway eval`, as TASK/METRIC."""
+    import numpy as np
+
+    points: dict[str, list[tuple[int, float]]] = {}
+    for evaluation in latest_evaluations(run):
+        for metric in evaluation.metrics:
+            points.setdefault(f"{evaluation.task}/{metric.name}", []).append((evaluation.step or 0, metric.value))
+    return {
+        key: (np.array([step for step, _ in some], np.int64), np.array([value for _, value in some]))
+        for key, some in points.items()
+    }
 
 
 def _all_keys(attempts: Sequence[tuple[Record, list[bytes]]]) -> list[str]:

@@ -82,6 +82,8 @@ class RunFolder:
     """Its checkpoints."""
     initial = _PathInRun("initial")
     """The initial weights of a custom model class, as a checkpoint of step 0, with facts about the class."""
+    evals = _PathInRun("evals")
+    """Evaluations of its checkpoints."""
     logs = _PathInRun("logs")
     """Output of its processes."""
     id_file = _PathInRun("id")
