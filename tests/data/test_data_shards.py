@@ -209,8 +209,8 @@ def test_a_manifest_that_names_files_elsewhere(folder):
 
 
 def test_a_manifest_of_another_format_or_none(folder):
-    change(folder, format=2)
-    with pytest.raises(DataError, match="format 2; this version of Headway reads 1"):
+    change(folder, format=3)
+    with pytest.raises(DataError, match="format 3; this version of Headway reads 1 and 2"):
         open_dataset(folder)
     for content in ("[]", "{", ""):
         (folder / "manifest.json").write_text(content)

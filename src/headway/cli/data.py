@@ -1,5 +1,6 @@
 """`headway data build | show | verify | mix`: tokenized datasets and mixtures of them."""
 
+import json
 import shlex
 import sys
 import time
@@ -27,6 +28,7 @@ from headway.data import (
     verify,
 )
 from headway.data.build import RemoteEncoders
+from headway.data.chat_build import ChatOptions, build_chat_dataset
 from headway.data.tokenizer import limit_threads
 from headway.errors import UsageError
 
@@ -34,6 +36,7 @@ app = typer.Typer(help="Build, inspect, verify and mix datasets.", no_args_is_he
 
 DataPath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder made by `headway data build`.")]
 MANIFEST_FACTS = ("version", "tokens", "documents", "prompt_tokens", "vocab_size", "end_of_text", "dtype")
+CHAT_FACTS = ("kind", "conversations", "trained_tokens")
 BUILD_FACTS = ("sources", "source_bytes", "skipped", "engine", "changed")
 
 
@@ -61,6 +64,17 @@ def build_command(
         typer.Option("--engine", help="Encode on this machine or on a Ray cluster."),
     ] = "local",
     threads: Annotated[int | None, typer.Option(min=1, help="Encoder threads (default: all cores).")] = None,
+    chat: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="The sources are chats or preferences, for the model in this folder."),
+    ] = None,
+    template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Chat template, if not the model's own.")
+    ] = None,
+    template_arguments: Annotated[
+        str,
+        typer.Option(metavar="JSON", help='Arguments of the chat template, for example {"enable_thinking": false}.'),
+    ] = "{}",
     errors: Annotated[
         Literal["strict", "replace", "skip"], typer.Option(help="How to handle unreadable input.")
     ] = "strict",
@@ -69,31 +83,41 @@ def build_command(
 ) -> None:
     """Build a dataset from text, JSONL or Parquet files.
 
-    JSONL may be plain, gzip or zstd.
+    JSONL may be plain, gzip or zstd. With --chat, rows are conversations, prompts with completions, or pairs of a
+    chosen and a rejected answer, rendered by the chat template of a model's folder.
     """
     if threads is not None:
         limit_threads(threads)
-    options = BuildOptions(
-        exclude=tuple(exclude or ()),
-        reading=ReadOptions(format=format, text_field=text_field, prompt_field=prompt_field, errors=errors),
-        tokenizer=tokenizer,
-        end_of_text=end_of_text,
-        special_tokens=special_tokens,
-        vocab_size=vocab_size,
-        shard_tokens=shard_tokens,
-    )
+    reading = ReadOptions(format=format, text_field=text_field, prompt_field=prompt_field, errors=errors)
+    settings: dict[str, Any] = {
+        "force": force,
+        "engine": tokenizer_engine,
+        "on_skip": lambda sentence: print(f"skipped: {sentence}", file=sys.stderr),
+        "on_note": lambda sentence: print(f"note: {sentence}", file=sys.stderr),
+    }
     with _progress() as progress:
-        built = build_dataset(
-            out,
-            sources,
-            options,
-            force=force,
-            engine=tokenizer_engine,
-            remote_encoders=_elsewhere(engine, tokenizer_engine),
-            progress=progress,
-            on_skip=lambda sentence: print(f"skipped: {sentence}", file=sys.stderr),
-            on_note=lambda sentence: print(f"note: {sentence}", file=sys.stderr),
-        )
+        if chat is not None:
+            chats = ChatOptions(
+                model=str(chat),
+                template=None if template is None else str(template),
+                arguments=_arguments(template_arguments),
+                exclude=tuple(exclude or ()),
+                reading=reading,
+                shard_tokens=shard_tokens,
+            )
+            built = build_chat_dataset(out, sources, chats, progress=progress, **settings)
+        else:
+            options = BuildOptions(
+                exclude=tuple(exclude or ()),
+                reading=reading,
+                tokenizer=tokenizer,
+                end_of_text=end_of_text,
+                special_tokens=special_tokens,
+                vocab_size=vocab_size,
+                shard_tokens=shard_tokens,
+            )
+            remote = _elsewhere(engine, tokenizer_engine)
+            built = build_dataset(out, sources, options, remote_encoders=remote, progress=progress, **settings)
     if as_json:
         print_json(_facts(built.path, built.manifest) | {key: getattr(built, key) for key in BUILD_FACTS})
         return
@@ -105,6 +129,19 @@ def build_command(
     if not built.changed:
         print("unchanged  this version already exists")
     print(f"\nnext: headway train RECIPE --set data.path={shlex.quote(str(out))}")
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the template's arguments from JSON."""
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--template-arguments is not JSON: {error}", hint="""'{"enable_thinking": false}'"""
+        ) from None
+    if not isinstance(arguments, dict):
+        raise UsageError("--template-arguments is not a JSON object", hint="""'{"enable_thinking": false}'""")
+    return arguments
 
 
 def _elsewhere(engine: str, tokenizer_engine: str) -> RemoteEncoders | None:
@@ -165,7 +202,7 @@ def _facts(path: Path, manifest: Any) -> dict[str, Any]:
         **{key: getattr(manifest, key) for key in MANIFEST_FACTS},
         "shards": len(manifest.shards()),
         "bytes": sum(file.bytes for file in manifest.all_files()),
-    }
+    } | ({} if manifest.chat is None else {"chat": {key: getattr(manifest.chat, key) for key in CHAT_FACTS}})
 
 
 def _print_facts(path: Path, manifest: Any) -> None:
@@ -175,7 +212,12 @@ def _print_facts(path: Path, manifest: Any) -> None:
     print(f"version    {facts['version']}")
     print(f"tokens     {facts['tokens']:,} in {plural(facts['shards'], 'shard')}, {_size(facts['bytes'])}")
     print(f"documents  {facts['documents']:,}, {mean:,.0f} tokens each on average")
-    if facts["prompt_tokens"]:
+    if chat := facts.get("chat"):
+        print(
+            f"chat       {chat['kind']}: {plural(chat['conversations'], 'conversation')}, "
+            f"{chat['trained_tokens']:,} tokens of answers"
+        )
+    elif facts["prompt_tokens"]:
         print(f"prompts    {facts['prompt_tokens']:,} tokens, not trained on")
     print(f"vocabulary {facts['vocab_size']:,} ({facts['dtype']}), end of text is {facts['end_of_text']}")
 

@@ -114,10 +114,10 @@ def build_dataset(
     """
     options = options or BuildOptions()
     target = Path(out).resolve()
-    _refuse_foreign(target)
+    refuse_foreign(target)
     files = find_sources(sources, exclude=options.exclude, format=options.reading.format)
     origin = _origin(files, options)
-    existing = _already_built(target, origin)
+    existing = already_built(target, origin)
     note = on_note or (lambda _: None)
     if existing is not None:
         _check_vocabulary(existing.manifest.vocab_size, options, note)
@@ -143,7 +143,7 @@ def build_dataset(
                 manifest = _write(folder, pieces, tokenizer, options.shard_tokens)
                 record = {**origin, "skipped": len(skipped), "engine": encoded_by}
                 write_file(folder / SOURCES, json.dumps(record, indent=1).encode() + b"\n")
-                changed = _install(folder, target, manifest, force)
+                changed = install(folder, target, manifest, force)
             except OSError as error:
                 reason = error.strerror or error
                 raise DamagedData(f"cannot write {target}: {reason}", hint="is the disk full?") from error
@@ -151,7 +151,7 @@ def build_dataset(
 
     if remote_encoders is not None:
         return encode_all(lambda: remote_encoders(tokenizer), "tokenizers")
-    fast = _tiktoken_encoder(tokenizer, engine, reader.total, note)
+    fast = tiktoken_encoder(tokenizer, engine, reader.total, note)
     if fast is not None:
         try:
             return encode_all(_local(fast.encode_batch), "tiktoken")
@@ -164,7 +164,7 @@ def _local(encode: Encode) -> "_OpenEncoders":
     return lambda: on_threads(encode, BATCH_CHARS_PER_CPU * (os.cpu_count() or 1))
 
 
-def _tiktoken_encoder(
+def tiktoken_encoder(
     tokenizer: TextTokenizer, engine: Engine, source_bytes: int, note: Callable[[str], None]
 ) -> TiktokenEncoder | None:
     """The tokenizer through tiktoken, if it is proven to give the same tokens and the sources are worth the proof."""
@@ -183,7 +183,7 @@ def _tiktoken_encoder(
         return None
 
 
-def _refuse_foreign(target: Path) -> None:
+def refuse_foreign(target: Path) -> None:
     """Raise DataError rather than ever replace something that Headway did not create."""
     if target.is_dir():
         if (target / MANIFEST).is_file() or not any(target.iterdir()):
@@ -206,13 +206,16 @@ def _origin(files: Sequence[SourceFile], options: BuildOptions) -> dict[str, Any
         "format": 1,
         "options": settings,
         "tokenizers": installed_version("tokenizers"),
-        "files": [
-            {"path": str(file.path), "bytes": file.bytes, "mtime_ns": file.path.stat().st_mtime_ns} for file in files
-        ],
+        "files": listed_files(files),
     }
 
 
-def _already_built(target: Path, origin: dict[str, Any]) -> BuildResult | None:
+def listed_files(files: Sequence[SourceFile]) -> list[dict[str, Any]]:
+    """Return what changes when a source does."""
+    return [{"path": str(file.path), "bytes": file.bytes, "mtime_ns": file.path.stat().st_mtime_ns} for file in files]
+
+
+def already_built(target: Path, origin: dict[str, Any]) -> BuildResult | None:
     """Return the dataset in `target` if it is intact and was built from exactly these files and options."""
     try:
         recorded = json.loads((target / SOURCES).read_bytes())
@@ -259,7 +262,7 @@ def _write(
         writer.abandon()
 
 
-def _install(folder: Path, target: Path, manifest: DatasetManifest, force: bool) -> bool:
+def install(folder: Path, target: Path, manifest: DatasetManifest, force: bool) -> bool:
     """Rename the new dataset into place; return False if the old one is the same and intact."""
     if (target / MANIFEST).is_file() and not force:
         existing = read_manifest(target).version

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.data.loader import Loader, WindowReader
+from headway.data.loader import Loader, RowReader, WindowReader
 from headway.data.mixture import DataMixture, MixturePhase, samples_before, shares_of
 from headway.data.order import Ids, Split, held_out
+from headway.data.packed_reader import PackedReader
+from headway.data.packing import Packing, pack_dataset
 from headway.data.shards import Dataset, check_version, open_dataset, split_dataset
 from headway.data.steps import first_sample
 from headway.errors import DataError
@@ -31,6 +33,8 @@ class Corpus:
     version: str
     """The dataset's version; for a mixture, a hash of its datasets' versions and shares."""
     recipe: Recipe
+    packings: tuple[Packing, ...] = ()
+    """The rows of each dataset of chats; empty for text."""
 
     def pinned(self) -> Data:
         """Return the recipe's data section with absolute paths and versions, so that no other data is ever used."""
@@ -49,14 +53,16 @@ class Corpus:
         """One more than the largest token id."""
         return self.datasets[0].manifest.vocab_size
 
-    def reader(self) -> WindowReader:
+    def reader(self) -> RowReader:
         """Return a reader of all windows, with the masking and document numbers of the recipe."""
         data = self.recipe.data
+        if self.packings:
+            return PackedReader(self.datasets, self.packings, data.loss_on)
         return WindowReader(
             self.datasets, data.seq, mask_boundaries=data.mask_boundaries, documents=data.within_documents
         )
 
-    def loader(self, reader: WindowReader, rank: int = 0, ranks: int = 1) -> Loader:
+    def loader(self, reader: RowReader, rank: int = 0, ranks: int = 1) -> Loader:
         """Return the loader of one rank; ranks share each batch evenly."""
         batch = max(self.recipe.train.batches)
         rows = batch // ranks
@@ -116,13 +122,42 @@ def open_corpus(recipe: Recipe) -> Corpus:
     _check_tokenizers(by_name)
     names = tuple(sorted(by_name, key=lambda name: by_name[name].version))
     datasets = tuple(by_name[name] for name in names)
-    splits = tuple(_split(name, by_name[name], data) for name in names)
+    packings = _pack(by_name, names, data)
+    if packings:
+        splits = tuple(packing.split(by_name[name].version) for name, packing in zip(names, packings, strict=True))
+    else:
+        splits = tuple(_split(name, by_name[name], data) for name in names)
     if data.path is not None:
-        return Corpus(names, datasets, splits, splits[0], datasets[0].version, recipe)
-    return _mix(recipe, names, datasets, splits)
+        return Corpus(names, datasets, splits, splits[0], datasets[0].version, recipe, packings)
+    return _mix(recipe, names, datasets, splits, packings)
 
 
-def _mix(recipe: Recipe, names: tuple[str, ...], datasets: tuple[Dataset, ...], splits: tuple[Split, ...]) -> Corpus:
+def _pack(datasets: Mapping[str, Dataset], names: Sequence[str], data: Data) -> tuple[Packing, ...]:
+    """Return the packings of chats; none for text."""
+    kinds = {name: "text" if (chat := datasets[name].manifest.chat) is None else chat.kind for name in names}
+    first = names[0]
+    other = next((name for name in names if kinds[name] != kinds[first]), None)
+    if other is not None:
+        raise DataError(
+            f"{first} is {kinds[first]} and {other} is {kinds[other]}",
+            hint="mix datasets of one kind, or train in turn",
+        )
+    if kinds[first] == "text":
+        return ()
+    if not data.within_documents:
+        raise DataError(
+            "data.within_documents is false, but samples of chat never attend to each other", hint="leave it out"
+        )
+    return tuple(pack_dataset(datasets[name], data) for name in names)
+
+
+def _mix(
+    recipe: Recipe,
+    names: tuple[str, ...],
+    datasets: tuple[Dataset, ...],
+    splits: tuple[Split, ...],
+    packings: tuple[Packing, ...],
+) -> Corpus:
     """Mix open datasets in the shares of the recipe."""
     data, train = recipe.data, recipe.train
     parts = [data.mixture[name] for name in names]
@@ -136,7 +171,7 @@ def _mix(recipe: Recipe, names: tuple[str, ...], datasets: tuple[Dataset, ...], 
     batches = ((1, train.batch), *train.batch_ramp)
     starts = [0 if step == 1 else first_sample(step, batches, data.skip) for step in changes]
     phases = tuple(MixturePhase(start, shares) for start, shares in zip(starts, changes.values(), strict=True))
-    return Corpus(names, datasets, splits, DataMixture(splits, phases, version), version, recipe)
+    return Corpus(names, datasets, splits, DataMixture(splits, phases, version), version, recipe, packings)
 
 
 def _version(versions: Sequence[str], changes: Mapping[int, Sequence[Fraction]]) -> str:

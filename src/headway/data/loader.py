@@ -1,5 +1,6 @@
 """Read batches of windows from memory-mapped shards, and mask labels that are not trained on."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -37,7 +38,36 @@ class Batch(NamedTuple):
     """[rows, documents of a row at most]: further values of each document by name, 0 where there is none."""
 
 
-class WindowReader:
+class RowReader(ABC):
+    """Reads rows of a dataset, or of several whose rows are numbered consecutively."""
+
+    seq: int
+    windows: int
+    """Rows that there are."""
+    masks: bool
+    """Whether any label can be masked."""
+    documents: bool
+    """Whether batches number the documents of each row."""
+
+    def read(self, ids: Ids | Sequence[int]) -> Batch:
+        """Read the rows with these ids, in this order."""
+        ids = np.asarray(ids, dtype=np.int64)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.windows:
+            raise IndexError(f"window ids go from 0 to {self.windows - 1}")
+        return self.read_at(self.locate(ids))
+
+    @abstractmethod
+    def locate(self, ids: Ids) -> list[tuple[int, int]]:
+        """Return where each id is; see `read_at`."""
+
+    @abstractmethod
+    def read_at(
+        self, locations: Sequence[tuple[int, int]], out: Ids | None = None, documents: Documents | None = None
+    ) -> Batch:
+        """Read the rows at these locations, in this order, into `out` ([rows, seq + 1]) and `documents` if given."""
+
+
+class WindowReader(RowReader):
     """Reads windows by id, from a dataset or from several whose windows are numbered consecutively.
 
     With `documents`, batches number the documents of each row.
@@ -57,9 +87,7 @@ class WindowReader:
         self.seq = seq
         self.windows = sum(counts)
         self.masks = mask_boundaries or any(dataset.manifest.prompt_tokens for dataset in datasets)
-        """Whether any label can be masked."""
         self.documents = documents
-        """Whether batches number the documents of each row."""
         self._mask_boundaries = mask_boundaries
         needed = datasets if self.masks or documents else []
         self._documents = [_with_ends(table) for dataset in needed for table in dataset.documents]
@@ -67,13 +95,6 @@ class WindowReader:
         self._shards = [
             shard[: count * (seq + 1)].reshape(count, seq + 1) for shard, count in zip(tokens, counts, strict=True)
         ]
-
-    def read(self, ids: Ids | Sequence[int]) -> Batch:
-        """Read the windows with these ids, in this order."""
-        ids = np.asarray(ids, dtype=np.int64)
-        if ids.size and not 0 <= ids.min() <= ids.max() < self.windows:
-            raise IndexError(f"window ids go from 0 to {self.windows - 1}")
-        return self.read_at(self.locate(ids))
 
     def locate(self, ids: Ids) -> list[tuple[int, int]]:
         """Return (shard, window in the shard) of each id."""
@@ -153,7 +174,7 @@ class Loader:
 
     def __init__(
         self,
-        reader: WindowReader,
+        reader: RowReader,
         split: Split | DataMixture,
         seed: int,
         batch: int,

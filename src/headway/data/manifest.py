@@ -4,6 +4,10 @@ A dataset is a folder of `tokens-NNNNN.bin` (flat little-endian ids), `documents
 pairs: the document's end in this shard, end of text included; how many of its first tokens are a prompt),
 `tokenizer.json` and `manifest.json`. The version is a hash of the manifest, which holds a hash of everything else and
 nothing about when, where or by whom it was built.
+
+Format 2 is for chat: a document is a sample as the template writes it, without an end of text of its own. Beside each
+shard are `spans-NNNNN.bin` (little-endian uint32: start, end, role and whether it is a turn of the model, per message)
+and `samples-NNNNN.bin` (per document, see `SAMPLE_TYPE`), and in the folder the chat template with its settings.
 """
 
 import hashlib
@@ -14,9 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from headway.data.chat_template import SETTINGS_FILE, TEMPLATE_FILE
 from headway.errors import DamagedData, DataError
 
 FORMAT = 1
+CHAT_FORMAT = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 STAMP = ".verified.json"
@@ -36,6 +42,30 @@ class DataFile:
     sha256: str
 
 
+SAMPLE_TYPE = [("spans_end", "<u8"), ("conversation", "<u8"), ("weight", "<f4"), ("desirable", "<u4")]
+"""A document of format 2: where its spans end in the shard's list, the number of its conversation, and its columns."""
+
+
+@dataclass(frozen=True)
+class ChatFacts:
+    """What format 2 adds to a dataset."""
+
+    kind: str
+    """`chat`, `pairs` (chosen and rejected documents alternate) or `labelled`."""
+    conversations: int
+    trained_tokens: int
+    """Tokens of the turns that can be trained on."""
+    files: tuple[DataFile, ...]
+    """Spans and samples of each shard, alternating."""
+    template: DataFile
+    settings: DataFile
+    """The tokenizer_config.json that names the template's special tokens."""
+
+    def shards(self) -> list[tuple[DataFile, DataFile]]:
+        """Return (spans file, samples file) of each shard, in order."""
+        return list(zip(self.files[::2], self.files[1::2], strict=True))
+
+
 @dataclass(frozen=True)
 class DatasetManifest:
     """The counts, hashes and number format of a dataset."""
@@ -52,10 +82,13 @@ class DatasetManifest:
     files: tuple[DataFile, ...]
     tokenizer: DataFile
     format: int = FORMAT
+    chat: ChatFacts | None = None
+    """In format 2 only."""
 
     def canonical(self) -> bytes:
         """Serialize the manifest; equal content gives equal bytes."""
-        return json.dumps(asdict(self), sort_keys=True, indent=1, ensure_ascii=True).encode() + b"\n"
+        content = {key: value for key, value in asdict(self).items() if value is not None}
+        return json.dumps(content, sort_keys=True, indent=1, ensure_ascii=True).encode() + b"\n"
 
     @property
     def version(self) -> str:
@@ -63,8 +96,9 @@ class DatasetManifest:
         return hashlib.sha256(self.canonical()).hexdigest()[:16]
 
     def all_files(self) -> tuple[DataFile, ...]:
-        """Shard files and the tokenizer."""
-        return (*self.files, self.tokenizer)
+        """Shard files, the tokenizer, and those of chat."""
+        chat = () if self.chat is None else (*self.chat.files, self.chat.template, self.chat.settings)
+        return (*self.files, self.tokenizer, *chat)
 
     def shards(self) -> list[tuple[DataFile, DataFile]]:
         """Return (tokens file, documents file) of each shard, in order."""
@@ -86,9 +120,11 @@ def read_manifest(folder: Path) -> DatasetManifest:
     except ValueError as error:
         raise _damaged(path, str(error)) from None
     version = content.get("format") if isinstance(content, dict) else None
-    if version != FORMAT:
+    if version not in (FORMAT, CHAT_FORMAT):
         hint = "use the version of Headway that built it"
-        raise DataError(f"{path} has format {version}; this version of Headway reads {FORMAT}", hint=hint)
+        raise DataError(
+            f"{path} has format {version}; this version of Headway reads {FORMAT} and {CHAT_FORMAT}", hint=hint
+        )
     try:
         manifest = _parse(content)
     except (KeyError, TypeError, ValueError) as error:
@@ -101,6 +137,12 @@ def _parse(content: dict[str, Any]) -> DatasetManifest:
     values = dict(content)
     values["files"] = tuple(DataFile(**file) for file in values["files"])
     values["tokenizer"] = DataFile(**values["tokenizer"])
+    if values["format"] == CHAT_FORMAT:
+        chat = dict(values["chat"])
+        chat["files"] = tuple(DataFile(**file) for file in chat["files"])
+        values["chat"] = ChatFacts(
+            **{**chat, "template": DataFile(**chat["template"]), "settings": DataFile(**chat["settings"])}
+        )
     return DatasetManifest(**values)
 
 
@@ -117,14 +159,27 @@ def _check_consistent(manifest: DatasetManifest, path: Path) -> None:
             raise _damaged(path, f"its entries for shard {number} disagree")
     if manifest.tokenizer.name != TOKENIZER or manifest.tokens != sum(t.tokens for t, _ in manifest.shards()):
         raise _damaged(path, "its totals disagree")
+    if manifest.chat is not None:
+        _check_chat(manifest, manifest.chat, path)
+
+
+def _check_chat(manifest: DatasetManifest, chat: ChatFacts, path: Path) -> None:
+    if chat.kind not in ("chat", "pairs", "labelled") or len(chat.files) != len(manifest.files):
+        raise _damaged(path, "its kind or list of chat files is invalid")
+    for number, ((spans, samples), (_, documents)) in enumerate(zip(chat.shards(), manifest.shards(), strict=True)):
+        names = (shard_name("spans", number), shard_name("samples", number))
+        if (spans.name, samples.name) != names or samples.bytes != documents.documents * 24 or spans.bytes % 16:
+            raise _damaged(path, f"its chat entries for shard {number} disagree")
+    if (chat.template.name, chat.settings.name) != (TEMPLATE_FILE, SETTINGS_FILE):
+        raise _damaged(path, "its chat template has another name")
 
 
 def _damaged(path: Path, why: str) -> DamagedData:
     return DamagedData(f"{path} is damaged: {why}", hint="copy the dataset again, or rebuild it with --force")
 
 
-def shard_name(kind: Literal["tokens", "documents"], number: int) -> str:
-    """Return the name of a shard's tokens or documents file."""
+def shard_name(kind: Literal["tokens", "documents", "spans", "samples"], number: int) -> str:
+    """Return the name of a file of a shard."""
     return f"{kind}-{number:05d}.bin"
 
 

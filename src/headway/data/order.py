@@ -2,9 +2,10 @@
 
 A shard is cut into disjoint windows of seq + 1 tokens, numbered across all shards. A fixed permutation, keyed by the
 data version alone, holds some windows out for evaluation; each epoch then visits the others in an order keyed by
-(version, seed, epoch). Sample n of a run is position n % training of epoch n // training. The cursor is the number of
-samples consumed so far; ranks and workers only choose rows of a step. The cursor jumps over samples that a recipe
-skips (`data.skip`).
+(version, seed, epoch). Samples of chat are packed into rows first (`headway.data.packing`), those of held-out
+conversations into the first ones, which are then held out by number. Sample n of a run is position n % training of
+epoch n // training. The cursor is the number of samples consumed so far; ranks and workers only choose rows of a step.
+The cursor jumps over samples that a recipe skips (`data.skip`).
 
 The permutations are Feistel networks over a grid slightly larger than the number of windows: each sample costs a few
 multiplications, and no index is stored.
@@ -34,6 +35,8 @@ class Split:
     held_out: int
     key: str
     """The data version: the division does not depend on the run's seed."""
+    by_number: bool = False
+    """Whether the first windows are held out, as of packed samples, instead of a permutation's choice."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.held_out < self.windows, "a split has at least one training window"
@@ -114,6 +117,8 @@ def shuffled(positions: Ids, size: int, numbers: Ids, *key: object) -> Ids:
 
 def _divide(split: Split, position: Ids) -> Ids:
     """Apply the split's permutation: positions below held_out are for evaluation, the others for training."""
+    if split.by_number:
+        return position
     return _permute(position, split.windows, _keys(split.key, "split"))
 
 

@@ -1,7 +1,7 @@
 """Stream documents from Parquet files: one per row, only the needed columns, a batch of rows at a time."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,35 @@ _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary"
 
 def read_rows(path: Path, columns: list[str], file_bytes: int) -> Iterator[Row]:
     """Yield the rows of a file in order, with None for null values."""
+    arrow, _ = _pyarrow(path)
+
+    def check(schema: Any) -> list[str]:
+        _check_columns(arrow, path, schema, columns)
+        return columns
+
+    for batch, first, total in _batches(path, check):
+        values = [_as_bytes(arrow, batch.column(name)) for name in columns]
+        for number, row in enumerate(zip(*values, strict=True), start=first):
+            yield number, dict(zip(columns, row, strict=True)), file_bytes * number // max(total, 1)
+
+
+def read_dicts(path: Path, columns: Sequence[str], file_bytes: int) -> Iterator[tuple[int, dict[str, Any], int]]:
+    """Yield the rows of a file as Python objects: those of the columns that it has."""
+    for batch, first, total in _batches(path, lambda schema: [name for name in columns if name in schema.names]):
+        for number, row in enumerate(batch.to_pylist(), start=first):
+            yield number, row, file_bytes * number // max(total, 1)
+
+
+def _batches(path: Path, choose: Callable[[Any], list[str]]) -> Iterator[tuple[Any, int, int]]:
+    """Yield (rows, number of the first from 1, rows of the file) of the chosen columns, a batch at a time."""
     arrow, parquet = _pyarrow(path)
     try:
         # Neither pre-buffering nor threads: both would hold whole row groups in memory.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
-            _check_columns(arrow, path, file.schema_arrow, columns)
-            total, number = file.metadata.num_rows, 0
+            columns, number = choose(file.schema_arrow), 1
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False):
-                values = [_as_bytes(arrow, batch.column(name)) for name in columns]
-                for row in zip(*values, strict=True):
-                    number += 1
-                    yield number, dict(zip(columns, row, strict=True)), file_bytes * number // max(total, 1)
+                yield batch, number, file.metadata.num_rows
+                number += batch.num_rows
     except arrow.ArrowException as error:
         raise DamagedData(
             f"{path} is not a complete Parquet file: {str(error).splitlines()[0]}", hint="download or write it again"

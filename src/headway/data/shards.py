@@ -15,7 +15,16 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from headway.data.manifest import TOKENIZER, DataFile, DatasetManifest, read_manifest, read_stamp, stamp_of, write_stamp
+from headway.data.manifest import (
+    SAMPLE_TYPE,
+    TOKENIZER,
+    DataFile,
+    DatasetManifest,
+    read_manifest,
+    read_stamp,
+    stamp_of,
+    write_stamp,
+)
 from headway.data.order import Split, count_windows, split_windows
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
 from headway.errors import DamagedData, DataError, WrongDataVersion
@@ -45,6 +54,18 @@ class Dataset:
     def documents(self) -> tuple[npt.NDArray[np.uint64], ...]:
         """(end offset, prompt tokens) of each document, per shard; mapped on first use."""
         return tuple(_map(self.path / file.name, "<u8").reshape(-1, 2) for _, file in self.manifest.shards())
+
+    @functools.cached_property
+    def spans(self) -> tuple[npt.NDArray[np.uint32], ...]:
+        """(start, end, role, trained) of each message, per shard of chat; see `samples` for whose they are."""
+        files = [] if self.manifest.chat is None else self.manifest.chat.shards()
+        return tuple(_map(self.path / spans.name, "<u4").reshape(-1, 4) for spans, _ in files)
+
+    @functools.cached_property
+    def samples(self) -> tuple[npt.NDArray[Any], ...]:
+        """`SAMPLE_TYPE` of each document, per shard of chat."""
+        files = [] if self.manifest.chat is None else self.manifest.chat.shards()
+        return tuple(_map(self.path / samples.name, SAMPLE_TYPE) for _, samples in files)
 
     @property
     def shard_tokens(self) -> list[int]:
@@ -101,7 +122,7 @@ def check_version(dataset: Dataset, wanted: str | None) -> None:
     )
 
 
-def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
+def _map(path: Path, dtype: Any) -> npt.NDArray[Any]:
     # A plain array over the map: slicing an np.memmap costs several times as much per window.
     return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Literal, NamedTuple, get_args
 
 from headway.data.compressed import COMPRESSED_SUFFIXES, open_plain
-from headway.data.parquet import read_rows
+from headway.data.parquet import read_dicts, read_rows
 from headway.errors import DataError
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
@@ -206,7 +206,7 @@ def _read_text(source: SourceFile, reading: ReadOptions) -> Iterator[TextBlock]:
             yield TextBlock(previous, prompt=False, last=True, position=source.bytes)
 
 
-class _BadRecordError(Exception):
+class BadRecordError(Exception):
     """Why a line or row cannot be used."""
 
 
@@ -244,7 +244,7 @@ def _documents(
             field = parse()
             prompt = "" if reading.prompt_field is None else field(reading.prompt_field)
             text = field(reading.text_field)
-        except _BadRecordError as bad:
+        except BadRecordError as bad:
             if reading.errors == "skip":
                 skip(f"{source.path} {where}: {bad}")
                 continue
@@ -258,6 +258,36 @@ def _documents(
             yield TextBlock(text, prompt=False, last=True, position=position)
 
 
+def read_objects(
+    source: SourceFile, reading: ReadOptions, keys: Sequence[str]
+) -> Iterator[tuple[str, "dict[str, object] | BadRecordError", int]]:
+    """Yield (line or row, its object or why it is none, position in the file on disk) of a JSONL or Parquet file.
+
+    Of a Parquet file only the columns in `keys` are read.
+    """
+    if source.format == "text":
+        raise DataError(
+            f"{source.path} is neither JSONL nor Parquet by its name", hint="rename it, or say --format jsonl"
+        )
+    if source.format == "parquet":
+        for number, values, position in read_dicts(source.path, keys, source.bytes):
+            yield f"row {number}", values, position
+        return
+    replace = reading.errors == "replace"
+    with open_plain(source.path) as (plain, tell):
+        for number, line in enumerate(_lines(plain), start=1):
+            if line.strip():
+                try:
+                    record: dict[str, object] | BadRecordError = _parse_object(line, replace)
+                    if b"\\ud" in line.lower():  # JSON can encode half a surrogate pair, which is not a character
+                        json.dumps(record, ensure_ascii=False).encode()
+                except UnicodeEncodeError:
+                    record = BadRecordError("it holds half a surrogate pair")
+                except BadRecordError as bad:
+                    record = bad
+                yield f"line {number}", record, tell()
+
+
 def _lines(plain: Iterable[bytes]) -> Iterator[bytes]:
     for index, line in enumerate(plain):
         yield line.removeprefix(b"\xef\xbb\xbf") if index == 0 else line
@@ -265,30 +295,35 @@ def _lines(plain: Iterable[bytes]) -> Iterator[bytes]:
 
 def _parse_line(line: bytes, replace: bool) -> Callable[[str], str]:
     """Parse a line of JSONL; return a getter of its fields."""
+    return functools.partial(_field, _parse_object(line, replace), replace)
+
+
+def _parse_object(line: bytes, replace: bool) -> dict[str, object]:
+    """Parse a line of JSONL."""
     try:
         record = json.loads(line.decode("utf-8", "replace" if replace else "strict"))
     except UnicodeDecodeError as error:
-        raise _BadRecordError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise BadRecordError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
-        raise _BadRecordError(f"not JSON ({error.msg} at column {error.colno})") from None
+        raise BadRecordError(f"not JSON ({error.msg} at column {error.colno})") from None
     except RecursionError:
-        raise _BadRecordError("JSON nested too deeply") from None
+        raise BadRecordError("JSON nested too deeply") from None
     if not isinstance(record, dict):
-        raise _BadRecordError(f"a JSON {type(record).__name__}, not an object")
-    return functools.partial(_field, record, replace)
+        raise BadRecordError(f"a JSON {type(record).__name__}, not an object")
+    return record
 
 
 def _field(record: dict[str, object], replace: bool, name: str) -> str:
     if name not in record:
-        raise _BadRecordError(f"no field {name!r}; it has {', '.join(sorted(record)) or 'none'}")
+        raise BadRecordError(f"no field {name!r}; it has {', '.join(sorted(record)) or 'none'}")
     value = record[name]
     if not isinstance(value, str):
-        raise _BadRecordError(f"field {name!r} is {'null' if value is None else type(value).__name__}, not a string")
+        raise BadRecordError(f"field {name!r} is {'null' if value is None else type(value).__name__}, not a string")
     try:
         value.encode()
     except UnicodeEncodeError:  # JSON can encode half a surrogate pair, which is not a character
         if not replace:
-            raise _BadRecordError(f"field {name!r} holds half a surrogate pair") from None
+            raise BadRecordError(f"field {name!r} holds half a surrogate pair") from None
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return value
 
@@ -296,8 +331,8 @@ def _field(record: dict[str, object], replace: bool, name: str) -> str:
 def _column(values: dict[str, bytes | None], errors: Errors, name: str) -> str:
     value = values[name]
     if value is None:
-        raise _BadRecordError(f"column {name!r} is null, not a string")
+        raise BadRecordError(f"column {name!r} is null, not a string")
     try:
         return value.decode("utf-8", "replace" if errors == "replace" else "strict")
     except UnicodeDecodeError as error:
-        raise _BadRecordError(f"column {name!r} is not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise BadRecordError(f"column {name!r} is not UTF-8 ({error.reason} at byte {error.start})") from None

@@ -299,6 +299,8 @@ class SampleMaker:
     template: ChatTemplate
     ends: re.Pattern[str] | None = None
     """Matches an added token at the end of a text."""
+    traced: bool = True
+    """Whether to look for layouts."""
     layouts: dict[tuple[Any, ...], list[_Layout] | None] = field(default_factory=dict)
     """Layouts by roles; None where the template runs for every row."""
     rows: int = 0
@@ -306,7 +308,7 @@ class SampleMaker:
 
     def __post_init__(self) -> None:
         self.template.compiled()  # which says what is wrong with it
-        self._tracing = _tracing_template(self.template.text)
+        self._tracing = _tracing_template(self.template.text) if self.traced else None
 
     def samples(self, conversation: Conversation) -> list[Sample]:
         """Return the samples of a conversation; raise BadRow, or what the template raises. May run the template: call
@@ -326,7 +328,7 @@ class SampleMaker:
                     raise LayoutMismatch(f"the layout of {'/'.join(key[1])} is not what the template writes")
                 return samples
         rendered = self._rendered(conversation)
-        traced = self._traced(conversation, contents) if len(layouts) < MOST_VARIANTS else None
+        traced = self._trace_layout(conversation, contents) if len(layouts) < MOST_VARIANTS else None
         if traced is None or traced.filled(contents) != rendered:
             self.layouts[key] = None
         else:
@@ -347,7 +349,7 @@ class SampleMaker:
             roles.append(message["role"])
         return (conversation.context, tuple(roles))
 
-    def _traced(self, conversation: Conversation, contents: list[str]) -> _Layout | None:
+    def _trace_layout(self, conversation: Conversation, contents: list[str]) -> _Layout | None:
         """Run the template on traced contents; return None if it looks into them."""
         trace = _Trace(contents)
         messages = [

@@ -25,7 +25,7 @@ def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-class _HashedFile:
+class HashedFile:
     """A file that tracks its size and sha256."""
 
     def __init__(self, path: Path) -> None:
@@ -35,18 +35,23 @@ class _HashedFile:
         self._hash = hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        """Append bytes."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self._hash.update(view)
         self.bytes += len(view)
 
     def close(self, tokens: int = 0, documents: int = 0) -> DataFile:
+        """Finish the file durably; return its entry in a manifest."""
+        """Finish the file durably; return its entry in a manifest."""
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
         return DataFile(self.path.name, self.bytes, tokens, documents, self._hash.hexdigest())
 
     def abandon(self) -> None:
+        """Close the file without finishing it."""
         self._file.close()
 
 
@@ -66,7 +71,7 @@ class ShardWriter:
         self._shard_tokens = shard_tokens
         self._buffered: list[npt.NDArray[Any]] = []  # the current document, until its shard is known
         self._document = self._prompt = 0  # tokens of the current document, and of its prompt
-        self._file: _HashedFile | None = None
+        self._file: HashedFile | None = None
         self._written = 0  # tokens in the current shard's file
         self._documents = array("Q")  # (end, prompt) of each document of the current shard, flat
         self.files: list[DataFile] = []
@@ -110,7 +115,7 @@ class ShardWriter:
         if self._documents and self._written + buffered > self._shard_tokens:
             self._close_shard()
         if self._file is None:
-            self._file = _HashedFile(self._folder / shard_name("tokens", len(self.files) // 2))
+            self._file = HashedFile(self._folder / shard_name("tokens", len(self.files) // 2))
         for ids in self._buffered:
             self._file.write(ids.data)
         self._written += buffered
@@ -122,7 +127,7 @@ class ShardWriter:
         counts = {"tokens": self._written, "documents": len(self._documents) // 2}
         number = len(self.files) // 2
         self.files.append(self._file.close(**counts))
-        table = _HashedFile(self._folder / shard_name("documents", number))
+        table = HashedFile(self._folder / shard_name("documents", number))
         table.write(np.array(self._documents, dtype="<u8").data)
         self.files.append(table.close(**counts))
         self._file, self._written, self._documents = None, 0, array("Q")
@@ -148,7 +153,7 @@ def finish_dataset(folder: Path, writer: ShardWriter, *, vocab_size: int, tokeni
 
 def write_file(path: Path, content: bytes) -> DataFile:
     """Write a small file durably."""
-    file = _HashedFile(path)
+    file = HashedFile(path)
     file.write(content)
     return file.close()
 

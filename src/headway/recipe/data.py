@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import PurePath
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -99,6 +99,11 @@ class Data(Section):
     """Mask the loss of tokens that would be predicted from another document's end."""
     within_documents: bool = True
     """Restrict attention to documents: no token of a window attends to another document."""
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    """Of chats, what the loss counts: all turns of the assistant, the last one of each conversation, or all tokens."""
+    over_length: Literal["drop", "truncate", "split"] = "drop"
+    """Of chats, what happens to samples of more than `seq` tokens: they are left out, lose their end, or become several
+    samples."""
     skip: Annotated[tuple[tuple[NotNegative, Positive], ...], AfterValidator(_check_skip_ranges)] = ()
     """Samples to skip, as [first, end) ranges of sample numbers in the run. A step whose batch would touch some of them
     starts after them."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from headway.data import WindowReader
 from headway.data.corpus import Corpus, open_corpus
+from headway.data.loader import RowReader
 from headway.errors import ModelError
 from headway.kernels.dispatch import make_plain
 from headway.models import empty_decoder, initial_weight, stored_weights
@@ -61,7 +61,7 @@ class Parts:
     """EMA of the weights, if the recipe has one."""
     feed: DeviceFeed
     corpus: Corpus
-    reader: WindowReader
+    reader: RowReader
     held_out: np.ndarray
     """Held-out windows."""
     data_version: str

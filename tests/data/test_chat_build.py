@@ -1,0 +1,255 @@
+"""Chat datasets from files: formats of rows, bad rows by file and line, and ids as the server sees them."""
+
+import gzip
+import json
+
+import pytest
+from chat_models import CHATML, DROPS_REASONING, TRIMS_AND_REFUSES_SYSTEM, byte_tokenizer, write_model_folder
+from typer.testing import CliRunner
+
+from headway.cli.data import app
+from headway.data.chat_build import ChatOptions, build_chat_dataset
+from headway.data.chat_rows import BadRow, parse_row
+from headway.data.chat_samples import ROLES
+from headway.data.chat_template import ChatTemplate
+from headway.data.corpus import open_corpus
+from headway.data.loader import MASKED
+from headway.data.shards import open_dataset
+from headway.data.sources import ReadOptions
+from headway.errors import DataError
+from headway.recipe import Recipe
+
+TOKENIZER = byte_tokenizer("\n\n", " a")
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+CHATML_TEMPLATE = ChatTemplate(CHATML)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model_folder(tmp_path / "model", TOKENIZER, CHATML)
+
+
+def write_rows(path, rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return str(path)
+
+
+def build(tmp_path, model, rows, errors="strict", **more):
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    options = ChatOptions(model, reading=ReadOptions(errors=errors), **more)
+    return build_chat_dataset(tmp_path / "out", [file], options, force=True)
+
+
+def documents(path):
+    dataset = open_dataset(path)
+    texts = [TOKENIZER.decode(dataset.document(n).ids) for n in range(dataset.manifest.documents)]
+    return dataset, texts
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"messages": [USER, ANSWER]}, ["u:hi a:yo"]),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}, ["u:hi a:yo"]),
+        ({"conversations": [USER, ANSWER], "system": "be"}, ["s:be u:hi a:yo"]),
+        ({"prompt": "hi", "completion": "yo"}, ["u:hi a:yo"]),
+        ({"prompt": [USER], "completion": [ANSWER]}, ["u:hi a:yo"]),
+        ({"prompt": "hi", "completion": "yo", "label": True}, ["u:hi a:yo"]),
+        ({"prompt": "hi", "chosen": "yo", "rejected": "no"}, ["u:hi a:yo", "u:hi a:no"]),
+        ({"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "x"}]}, ["u:hi a:yo", "u:hi a:x"]),
+        ({"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "x"}]},
+         ["u:hi a:yo", "u:hi a:x"]),
+    ],
+)  # fmt: skip
+def test_formats_of_rows(tmp_path, model, row, texts):
+    built = build(tmp_path, model, [row])
+    dataset, written = documents(built.path)
+    names = {"u": "user", "a": "assistant", "s": "system"}
+    for text, expected in zip(written, texts, strict=True):
+        turns = [turn.split(":") for turn in expected.split()]
+        assert text == CHATML_TEMPLATE.render(
+            [{"role": names[name], "content": content} for name, content in turns], add_generation_prompt=False
+        )
+    assert dataset.manifest.chat.kind == ("pairs" if len(texts) == 2 else "labelled" if "label" in row else "chat")
+    assert dataset.manifest.end_of_text == TOKENIZER.raw.token_to_id("<|im_end|>")
+    for number in range(len(texts)):
+        prompt = dataset.document(number).prompt
+        ids = dataset.document(number).ids.tolist()
+        context = [{"role": names[t.split(":")[0]], "content": t.split(":")[1]} for t in texts[number].split()[:-1]]
+        assert ids[:prompt] == TOKENIZER.encode(CHATML_TEMPLATE.render(context)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": "a"}, "no messages, conversations, prompt and completion, or chosen and rejected; it has text"),
+        ({"messages": "a", "label": 3}, "label is 3, not true or false"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 2 is an assistant turn without text"),
+        ({"messages": [USER]}, "no assistant turn to train on"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "no assistant turn to train on"),
+        ({"messages": [USER, ANSWER], "weight": -1}, "weight is -1, not a number of at least 0"),
+        ({"messages": [3]}, r"messages\[0\] is a int, not a message"),
+        ({"messages": 3}, "messages is a int, not a list of messages"),
+        ({"messages": []}, "no messages"),
+        ({"messages": [USER, ANSWER], "tools": "x"}, "tools is a string, but not JSON"),
+        ({"messages": [{"role": "user"}, ANSWER]}, "the chat template refuses the conversation"),
+        ({"conversations": [{"from": "alien", "value": "hi"}]}, "is from 'alien'; known: human"),
+        ({"prompt": "hi", "chosen": "yo", "rejected": "yo"}, "chosen and rejected are equal"),
+        ({"prompt": "hi", "chosen": "yo"}, "no rejected answer"),
+        ({"chosen": [ANSWER], "rejected": [ANSWER]}, "no prompt"),
+        ({"messages": [{"role": "user", "content": "\ud800"}, ANSWER]}, "half a surrogate pair"),
+    ],
+)
+def test_bad_rows_are_refused_by_file_and_line_or_skipped_and_counted(tmp_path, model, row, reason):
+    good = {"prompt": "hi", "chosen": "a", "rejected": "b"} if "chosen" in row else {"messages": [USER, ANSWER]}
+    with pytest.raises(DataError, match=rf"rows.jsonl line 2: .*{reason}") as caught:
+        build(tmp_path, model, [good, row])
+    assert "--errors skip" in caught.value.hint
+    built = build(tmp_path, model, [good, row, good], errors="skip")
+    assert built.skipped == 1
+    assert built.manifest.chat.conversations == 2
+
+
+def test_rows_of_another_kind_are_refused(tmp_path, model):
+    rows = [{"messages": [USER, ANSWER]}, {"prompt": "hi", "chosen": "a", "rejected": "b"}]
+    with pytest.raises(DataError, match=r"line 2: a pair of answers, but .*line 1 is a conversation"):
+        build(tmp_path, model, rows)
+
+
+def test_a_pair_whose_difference_the_template_removes_is_refused(tmp_path):
+    model = write_model_folder(tmp_path / "trims", TOKENIZER, TRIMS_AND_REFUSES_SYSTEM)
+    with pytest.raises(DataError, match="chosen and rejected have equal tokens"):
+        build(tmp_path, model, [{"prompt": "hi", "chosen": "a", "rejected": " a "}])
+
+
+def test_samples_of_one_conversation_have_its_number_and_its_columns(tmp_path):
+    model = write_model_folder(tmp_path / "drops", TOKENIZER, DROPS_REASONING)
+    thinking = {"role": "assistant", "content": "<think>hm</think>yo"}
+    rows = [{"messages": [USER, ANSWER], "weight": 2}, {"messages": [USER, thinking, USER, ANSWER]}]
+    dataset, texts = documents(build(tmp_path, model, rows).path)
+    (samples,) = dataset.samples
+    assert samples["conversation"].tolist() == [0, 1, 1]
+    assert samples["weight"].tolist() == [2, 1, 1]
+    assert "hm" in texts[1]
+    assert "hm" not in texts[2]
+
+
+def test_spans_name_the_roles(tmp_path, model):
+    messages = [{"role": "system", "content": "be"}, USER, ANSWER, USER, {"role": "tool", "content": "1"}, ANSWER]
+    dataset, _ = documents(build(tmp_path, model, [{"messages": messages}]).path)
+    ids = dataset.document(0).ids
+    named = [(ROLES[role], TOKENIZER.decode(ids[a:b]), bool(t)) for a, b, role, t in dataset.spans[0].tolist()]
+    assert named == [
+        ("system", "<|im_start|>system\nbe<|im_end|>\n", False),
+        ("user", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", False),
+        ("assistant", "yo<|im_end|>", True),
+        ("assistant", "\n", False),
+        ("user", "<|im_start|>user\nhi<|im_end|>\n", False),
+        ("tool", "<|im_start|>tool\n1<|im_end|>\n<|im_start|>assistant\n", False),
+        ("assistant", "yo<|im_end|>", True),
+        ("assistant", "\n", False),
+    ]
+
+
+def test_jsonl_gzip_and_parquet_give_the_same_dataset(tmp_path, model):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"messages": [USER, {**ANSWER, "content": "yo" * n}], "weight": 0.5 * n} for n in range(1, 9)]
+    write_rows(tmp_path / "a.jsonl", rows)
+    write_rows(tmp_path / "b.jsonl.gz", rows)
+    rows[0]["messages"].append({"role": "user", "content": None, "tool_calls": None, "name": "x"})  # the schema's nulls
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    versions = {
+        build_chat_dataset(tmp_path / f"out{name[0]}", [tmp_path / name], ChatOptions(model)).manifest.version
+        for name in ("a.jsonl", "b.jsonl.gz", "c.parquet")
+    }
+    assert len(versions) == 1
+
+
+def test_build_again_changes_nothing_and_another_template_does(tmp_path, model):
+    built = build(tmp_path, model, [{"messages": [USER, ANSWER]}])
+    file, options = tmp_path / "rows.jsonl", ChatOptions(model)
+    assert not build_chat_dataset(built.path, [file], options).changed
+    file.touch()
+    assert not build_chat_dataset(built.path, [file], options).changed
+    template = tmp_path / "other.jinja"
+    template.write_text(CHATML.replace("<|im_end|>", "<eos>"))
+    other = build(tmp_path, model, [{"messages": [USER, ANSWER]}], template=str(template))
+    assert other.manifest.version != built.manifest.version
+    assert (other.path / "chat_template.jinja").read_text() == template.read_text()
+    assert (other.path / "tokenizer.json").read_bytes() == (tmp_path / "model" / "tokenizer.json").read_bytes()
+
+
+def samples_of(batch):
+    return set(batch.columns["sample"][batch.columns["weight"] > 0].tolist())
+
+
+def test_corpus_reads_packed_rows_and_mixes_datasets(tmp_path, model):
+    for name in "ab":
+        rows = [{"messages": [USER, {**ANSWER, "content": name * n}]} for n in range(1, 30)]
+        file = write_rows(tmp_path / f"{name}.jsonl", rows)
+        build_chat_dataset(tmp_path / name, [file], ChatOptions(model))
+    single = Recipe.model_validate({"data": {"path": str(tmp_path / "a"), "seq": 256}, "train": {"batch": 2}})
+    corpus = open_corpus(single)
+    reader = corpus.reader()
+    batch = corpus.loader(reader).read(0)
+    assert batch.inputs.shape == (2, 256)
+    end = TOKENIZER.raw.token_to_id("<|im_end|>")
+    for inputs, labels in zip(batch.inputs, batch.labels, strict=True):
+        trained = labels[labels != MASKED]
+        assert set(trained.tolist()) == {end, TOKENIZER.raw.token_to_id("a")}
+        assert set(inputs[1:][labels[:-1] != MASKED].tolist()) == set(trained.tolist())
+    trained = [corpus.loader(reader).read(cursor) for cursor in range(0, corpus.splits[0].training, 2)]
+    held_out = samples_of(reader.read(corpus.held_out(100)))
+    assert held_out
+    assert held_out.isdisjoint(set.union(*map(samples_of, trained)))
+    mixture = {"mixture": {name: {"path": str(tmp_path / name), "weight": 1} for name in "ab"}, "seq": 256}
+    mixed = open_corpus(Recipe.model_validate({"data": mixture, "train": {"batch": 4}}))
+    batch = mixed.loader(mixed.reader()).read(0)
+    letters = [{chr(t) for t in b"ab" if TOKENIZER.raw.token_to_id(chr(t)) in row} for row in batch.labels]
+    assert sorted(map(sorted, letters)) == [["a"], ["a"], ["b"], ["b"]]
+
+
+def test_command_builds_and_shows(tmp_path, model):
+    file = write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER]}] * 3)
+    result = CliRunner().invoke(app, ["build", str(tmp_path / "out"), file, "--chat", model])
+    assert result.exit_code == 0, result.output
+    assert "chat       chat: 3 conversations, 9 tokens of answers" in result.output
+    shown = CliRunner().invoke(app, ["build", str(tmp_path / "out"), file, "--chat", model, "--json"])
+    assert json.loads(shown.stdout)["chat"] == {"kind": "chat", "conversations": 3, "trained_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--chat", "none"], "none is not a folder"),
+        (["--chat", "{model}", "--template", "none.jinja"], "cannot read the chat template"),
+        (["--chat", "{model}", "--template-arguments", "[1]"], "not a JSON object"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path, model, arguments, message):
+    file = write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER]}])
+    words = [word.replace("{model}", model) for word in arguments]
+    result = CliRunner().invoke(app, ["build", str(tmp_path / "out"), file, *words])
+    assert message in str(result.exception)
+
+
+def test_sharegpt_function_calls_are_tool_calls():
+    row = parse_row({
+        "conversations": [
+            {"from": "human", "value": "1+1"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "two"},
+        ],
+        "tools": '[{"name": "add"}]',
+    })  # fmt: skip
+    (conversation,) = row.conversations
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "tool", "assistant"]
+    assert conversation.messages[1]["tool_calls"][0]["function"]["name"] == "add"
+    assert conversation.tools == [{"name": "add"}]
+    with pytest.raises(BadRow, match="function_call, but not JSON"):
+        parse_row({"conversations": [{"from": "function_call", "value": "x"}]})
