@@ -9,6 +9,7 @@ import httpx
 import pytest
 import torch
 from served_model import Served, load
+from test_adapters import ADAPTERS, GREEDY, PROMPT, adapted, merged
 
 from eventually import eventually
 from headway.inference import LLM, EngineOptions, SamplingParams
@@ -195,3 +196,21 @@ def test_a_failed_pass_ends_its_requests_and_nothing_else(monkeypatch: pytest.Mo
         assert server.engine.pool.free == server.engine.pool.count
     finally:
         server.close()
+
+
+def test_adapters_are_listed_and_requests_name_them() -> None:
+    expected = {name: LLM(merged(name)).generate(PROMPT, GREEDY)[0].outputs[0].token_ids for name in (None, *ADAPTERS)}
+    served = Served(loaded=adapted())
+    try:
+        listed = [(model.id, getattr(model, "parent", None)) for model in served.client.models.list()]
+        assert listed == [("tiny", None), ("sql", "tiny"), ("prose", "tiny")]
+        for name, ids in expected.items():
+            answer = served.client.completions.create(
+                model=name or "tiny", prompt=PROMPT, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+            )
+            assert answer.model == (name or "tiny")
+            assert answer.choices[0].text == served.service.engine.decode(ids)
+        with pytest.raises(openai.NotFoundError, match="'sql', 'prose' are"):
+            served.client.completions.create(model="code", prompt=PROMPT)
+    finally:
+        served.close()

@@ -1,13 +1,17 @@
 """Whole runs with adapters: what is saved, and that a killed run ends with the bits of one that was left alone."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headway.agent import new_run
+from headway.cli.main import main
 from headway.errors import ModelError, RecipeError
+from headway.inference import LLM, EngineOptions, SamplingParams
+from headway.inference.load import load_model
 from headway.models import empty_decoder, init_weights, write_folder
 from headway.recipe import FaultPlan, Model
 from headway.recipe.lora import adapter_tensors
@@ -116,3 +120,28 @@ def test_killed_and_resumed_run_ends_with_equal_bits(lab, lora_recipe, mesh) -> 
     assert result.outcome.state == "finished", result.outcome
     assert (result.chain, result.digest) == (unharmed.chain, unharmed.digest)
     assert compare_runs(result.run, unharmed.run).equal
+
+
+def test_run_with_adapters_is_sampled_exported_and_merged(lab, lora_recipe, base, tmp_path, monkeypatch) -> None:
+    """The engine, a merged folder, and the base with the exported adapter give the same tokens, not the base's."""
+    result = lab.train(lora_recipe({"train.lr": 5e-2}))
+    runs = str(lab.root)
+    merged, adapter = tmp_path / "merged", tmp_path / "adapter"
+    for verb, folder in (("merge", merged), ("export", adapter)):
+        monkeypatch.setattr(sys, "argv", ["headway", "checkpoint", verb, result.run.name, str(folder), "--runs", runs])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+    prompt, params = [5, 17, 3, 99, 42], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+    def tokens(model, **options):
+        loaded = load_model(model, device="cpu", runs=lab.root)
+        loaded.vocabulary = 300
+        llm = LLM(loaded, options=EngineOptions(cache_tokens=512), adapters=options)
+        return llm.generate(prompt, params, adapter=next(iter(options), None))[0].outputs[0].token_ids
+
+    expected = tokens(merged)
+    assert tokens(result.run.name) == expected
+    assert tokens(base, trained=adapter) == expected
+    assert tokens(base, trained=find_checkpoint(result.run.checkpoints)) == expected
+    assert tokens(base) != expected

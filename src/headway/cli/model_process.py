@@ -12,6 +12,7 @@ from typing import IO, Any
 from headway.errors import HeadwayError, UsageError, WorkerError
 from headway.state import find_checkpoint, list_checkpoints
 from headway.state.address import is_in_store
+from headway.state.peft import is_adapter_folder
 from headway.track import find_run, parse_ref, runs_root
 
 
@@ -29,6 +30,25 @@ def model_of(model: str, runs: Path | None) -> tuple[dict[str, str], str]:
     checkpoint = find_checkpoint(run.checkpoints, step)
     used = next(entry.step for entry in list_checkpoints(run.checkpoints) if entry.path == checkpoint)
     return {"run": str(run.path), "checkpoint": str(checkpoint)}, f"{run.name}@{used}"
+
+
+def adapters_of(named: list[str], model: str, runs: Path | None) -> dict[str, str]:
+    """Return where adapters' files are, by name, from NAME=PATH: a folder of PEFT's, or a run's checkpoint."""
+    adapters = dict[str, str]()
+    for text in named:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise UsageError(f"--lora {text} is not NAME=PATH", hint="for example --lora sql=runs/sql-adapter")
+        if name in adapters or name == model:
+            raise UsageError(f"--lora {text}: the name {name!r} is taken", hint="give each adapter a name of its own")
+        if is_adapter_folder(Path(path)):
+            adapters[name] = path
+            continue
+        if Path(path).is_dir() and not (Path(path) / "recipe.json").is_file():
+            raise UsageError(f"--lora {text}: {path} has no adapter_config.json", hint="name PEFT's folder, or a run")
+        ref, step = parse_ref(path)
+        adapters[name] = str(find_checkpoint(find_run(runs_root(runs), ref).checkpoints, step))
+    return adapters
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headway.cli.model_process import ModelProcess, model_of, model_process
+from headway.cli.model_process import ModelProcess, adapters_of, model_of, model_process
 from headway.cli.options import Json, ModelSource, Runs
 from headway.errors import UsageError
 
@@ -26,6 +26,10 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback only with a key.")] = "127.0.0.1",
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key that clients must send.")] = None,
     served_name: Annotated[str | None, typer.Option(help="Name of the model for clients.")] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="An adapter (LoRA) by name: PEFT's folder, or a run; repeatable."),
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Tokens of a sequence at most.")] = None,
     memory_share: Annotated[
         float | None, typer.Option(min=0.01, max=1.0, help="Share of the free memory for the KV cache.")
@@ -50,6 +54,7 @@ def serve(
     request = {
         **source,
         "name": served_name or name,
+        "adapters": adapters_of(lora or [], served_name or name, runs),
         "host": host,
         "port": port,
         "api_key_file": None if api_key_file is None else str(api_key_file),

@@ -2,7 +2,7 @@
 
 There is a graph per number of sequences, captured when the engine starts; a batch takes the next larger one, and the
 rows beyond it attend to a scratch page. All that a pass needs is one row of integers per sequence, copied to the
-device at once: token, the row of the last pass that sampled it, position, slot, length, and pages.
+device at once: token, the row of the last pass that sampled it, position, slot, length, adapter, and pages.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from headway.inference.kv_cache import PagedKvCache, PassCache
 from headway.inference.scheduler import Chunk
 from headway.kernels.paged_attention import PagedBatch
 
-TOKEN, SOURCE, POSITION, SLOT, LENGTH, PAGES = range(6)
+TOKEN, SOURCE, POSITION, SLOT, LENGTH, ADAPTER, PAGES = range(7)
 """Columns of a row; the pages are the last ones."""
 Pass = Callable[[Tensor, PassCache], Tensor]
 """From tokens [1, T] and the cache to what the runner returns of them."""
@@ -84,6 +84,7 @@ class DecodeGraphs:
         rows[:count, SOURCE] = sources
         rows[:count, POSITION] = [chunk.first for chunk in chunks]
         rows[:count, LENGTH] = rows[:count, POSITION] + 1
+        rows[:count, ADAPTER] = [chunk.sequence.adapter for chunk in chunks]
         for row, chunk in zip(rows, chunks, strict=False):
             row[PAGES : PAGES + len(chunk.sequence.blocks)] = chunk.sequence.blocks
         page, place = np.divmod(rows[:count, POSITION], page_size)
@@ -102,4 +103,5 @@ class DecodeGraphs:
             tables_SP=rows[:, PAGES:],
             slots_T=rows[:, SLOT].long(),
         )
-        return run(tokens.unsqueeze(0), PassCache(self.pages, batch, rows[:, POSITION].long().unsqueeze(0)))
+        positions = rows[:, POSITION].long().unsqueeze(0)
+        return run(tokens.unsqueeze(0), PassCache(self.pages, batch, positions, adapters_T=rows[:, ADAPTER]))

@@ -166,8 +166,10 @@ class InferenceEngine:
 
     # -- requests
 
-    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams | None = None) -> None:
-        """Queue a request; raises RequestError if it can never run."""
+    def add(
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams | None = None, adapter: int = 0
+    ) -> None:
+        """Queue a request; raises RequestError if it can never run. `adapter` is a number of the model's adapters."""
         params = params or SamplingParams()
         self._check(prompt_ids, params)
         longest = min(self.model.max_length, self.pool.count * self.pool.size)
@@ -177,7 +179,7 @@ class InferenceEngine:
         for index in range(params.n):
             arrival = next(self._arrivals)
             self.waiting[arrival] = Sequence(
-                request_id, index, arrival, list(prompt_ids), params, longest, seed + index
+                request_id, index, arrival, list(prompt_ids), params, longest, seed + index, adapter=adapter
             )
             self._switch(self.waiting[arrival])
 

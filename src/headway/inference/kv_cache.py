@@ -43,6 +43,8 @@ class PassCache:
     batch: PagedBatch
     positions_BL: Tensor
     long_BL: Tensor | None = None
+    adapters_T: Tensor | None = None
+    """Number of each token's adapter; None if no token has one."""
 
     def layer(self, index: int) -> "LayerPages":
         """Return the cache of a layer."""

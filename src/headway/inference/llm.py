@@ -56,8 +56,12 @@ class LLM:
         dtype: str = "auto",
         runs: Path | None = None,
         options: EngineOptions | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
+        """`adapters` are folders of PEFT's, or checkpoints of runs, by the names that requests use."""
         loaded = model if isinstance(model, LoadedModel) else load_model(model, device=device, dtype=dtype, runs=runs)
+        if adapters:
+            loaded.add_adapters({name: Path(path) for name, path in adapters.items()})
         self.engine = TextEngine(loaded, options)
         self._count = 0
 
@@ -71,18 +75,24 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_done: Callable[[int, Generated], None] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Generated]:
-        """Continue prompts; return their outputs in the same order. `on_done` is called as each is complete."""
+        """Continue prompts; return their outputs in the same order. `on_done` is called as each is complete.
+
+        `adapter` names the adapter of all prompts, or of each.
+        """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             prompts = [prompts]  # type: ignore[list-item]
         each = [params or self.params()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
         results = []
         numbers: dict[str, int] = {}
-        for number, (prompt, one_params) in enumerate(zip(prompts, each, strict=True)):
+        for number, (prompt, one_params, name) in enumerate(zip(prompts, each, names, strict=True)):
             ids = self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
             request_id = f"{self._count}"
             self._count += 1
-            self.engine.add(request_id, ids, one_params)
+            self.engine.add(request_id, ids, one_params, name)
             numbers[request_id] = number
             results.append(Generated(ids, [Completion() for _ in range(one_params.n)]))
         try:

@@ -10,6 +10,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from torch import Tensor, nn
 from headway.data.chat_template import read_chat_template, special_token_names
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
 from headway.errors import DataError, ModelError, RunError
+from headway.inference.adapters import AdapterSet, add_adapters, merge_into
 from headway.models import Decoder, empty_decoder, load_into
 from headway.models.custom import build_own
-from headway.recipe import Model, Recipe
+from headway.recipe import Lora, Model, Recipe
 from headway.recipe.huggingface import read_model, stored_dtype
 from headway.recipe.rope import RotaryModel
 from headway.state import OpenCheckpoint, find_checkpoint, open_checkpoint
 from headway.state.address import RUN_FILES, address_in_store, is_in_store, open_address, split_address
+from headway.state.base_weights import base_digest, check_base, checkpoint_digest
+from headway.state.peft import adapter_of_run
 from headway.state.tensors import load_weights, read_tensors
 from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
 
@@ -51,14 +55,20 @@ class ModelSource(BaseModel):
     store: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    adapters: dict[str, Path] = {}
+    """Folders of PEFT's or checkpoints of runs, by the names that requests use."""
 
     def load(self) -> "LoadedModel":
         """Load it."""
         if self.run is not None and self.checkpoint is not None:
-            return load_run(RunFolder(self.run), self.checkpoint, device=self.device, dtype=self.dtype)
-        source = self.store or self.folder
-        assert source is not None
-        return load_model(source, device=self.device, dtype=self.dtype)
+            loaded = load_run(RunFolder(self.run), self.checkpoint, device=self.device, dtype=self.dtype)
+        else:
+            source = self.store or self.folder
+            assert source is not None
+            loaded = load_model(source, device=self.device, dtype=self.dtype)
+        if self.adapters:
+            loaded.add_adapters(self.adapters)
+        return loaded
 
 
 @dataclass
@@ -81,6 +91,14 @@ class LoadedModel:
     special_tokens: dict[str, str] = field(default_factory=dict)
     """Names that a chat template may use, such as bos_token."""
     step: int | None = None
+    adapters: AdapterSet | None = None
+    """Adapters that requests choose by name."""
+    base_digest: Callable[[], str | None] = lambda: None
+    """Returns the digest of the weights that it was loaded from, where that is known."""
+
+    def add_adapters(self, paths: Mapping[str, Path]) -> None:
+        """Add adapters that requests choose by name; raise ModelError for one of another base."""
+        self.adapters = add_adapters(self.module, paths, self.name, self.base_digest())
 
     @property
     def takes_cache(self) -> bool:
@@ -120,6 +138,7 @@ def load_folder(folder: Path, *, device: str = "auto", dtype: str = "auto") -> L
     module = _empty(model, place, _dtype(dtype, stored_dtype(config), place))
     load_into(module, folder)
     loaded = LoadedModel(folder.resolve().name, module.eval(), place, model.vocabulary, _length(config, model))
+    loaded.base_digest = partial(base_digest, str(folder), model)
     return _with_text(loaded, folder, folder / "tokenizer.json", None)
 
 
@@ -136,6 +155,7 @@ def load_run(
     vocabulary = recipe.model.vocabulary if recipe.model.class_ is None else _tokenizer_size(run)
     name = f"{run.name}@{source.manifest.step}"
     loaded = LoadedModel(name, module.eval(), place, vocabulary, _run_length(recipe, run), step=source.manifest.step)
+    loaded.base_digest = partial(checkpoint_digest, source)
     return _with_text(loaded, run.companions, run.tokenizer_file, _end_of_text(run))
 
 
@@ -199,12 +219,27 @@ def _filled(recipe: Recipe, source: OpenCheckpoint, name: str) -> nn.Module:
         module = build_own(recipe.model, "cpu")
         load_weights(source, module)
         return module
+    if recipe.lora is not None:
+        return _merged(recipe, recipe.lora, source)
     weights = read_tensors(source, prefix="model/")
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if shapes != recipe.model.tensors() | recipe.model.buffers():
         raise ModelError(f"{name} does not match the model in the run's recipe")
     decoder = empty_decoder(recipe.model)
     decoder.load_state_dict(weights)
+    return decoder
+
+
+def _merged(recipe: Recipe, lora: Lora, source: OpenCheckpoint) -> Decoder:
+    """Return the base of a run with adapters, with those of a checkpoint added to its weights."""
+    assert recipe.model.init is not None, "adapters have a base"
+    check_base(lora, recipe.model)
+    decoder = empty_decoder(recipe.model)
+    if (Path(recipe.model.init) / "config.json").is_file():
+        load_into(decoder, Path(recipe.model.init))
+    else:
+        load_weights(open_address(recipe.model.init), decoder)
+    merge_into(decoder, adapter_of_run(source, recipe.model, lora))
     return decoder
 
 

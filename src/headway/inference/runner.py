@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headway.inference.adapters import AdapterSet
 from headway.inference.decode_graphs import DecodeGraphs
 from headway.inference.kv_cache import PagedKvCache, PassCache
 from headway.inference.scheduler import Chunk
@@ -42,9 +43,14 @@ class PagedRunner:
     """A decoder, or a model of the user's own that takes a cache, with pages for keys and values."""
 
     def __init__(
-        self, model: nn.Module, pages: PagedKvCache, device: torch.device, graphs: DecodeGraphs | None = None
+        self,
+        model: nn.Module,
+        pages: PagedKvCache,
+        device: torch.device,
+        graphs: DecodeGraphs | None = None,
+        adapters: AdapterSet | None = None,
     ) -> None:
-        self.model, self.pages, self.device, self.graphs = model, pages, device, graphs
+        self.model, self.pages, self.device, self.graphs, self.adapters = model, pages, device, graphs, adapters
         if graphs is not None:
             graphs.capture(self._hidden)
 
@@ -70,6 +76,8 @@ class PagedRunner:
         return self.model.logits(x_RD) if isinstance(self.model, Decoder) else x_RD
 
     def _hidden(self, tokens_BL: Tensor, cache: PassCache) -> Tensor:
+        if self.adapters is not None:
+            self.adapters.select(cache.adapters_T)
         if isinstance(self.model, Decoder):
             return self.model.hidden(tokens_BL, cache=cache)[0]
         logits: Tensor = self.model(tokens_BL, cache=cache)
@@ -130,7 +138,10 @@ def pass_cache(chunks: Rows[Chunk], pages: PagedKvCache, device: torch.device) -
     long = None
     if any(chunk.sequence.long for chunk in chunks):
         long = uploaded(np.array([chunk.sequence.long for chunk in chunks])[owner_T][None], device)
-    return PassCache(pages, batch, on_device[:1], long)
+    adapters = None
+    if any(chunk.sequence.adapter for chunk in chunks):
+        adapters = uploaded(np.array([chunk.sequence.adapter for chunk in chunks])[owner_T], device)
+    return PassCache(pages, batch, on_device[:1], long, adapters)
 
 
 def page_tables(chunks: Rows[Chunk], width: int) -> np.ndarray:

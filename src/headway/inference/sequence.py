@@ -45,6 +45,8 @@ class Sequence:
     stale: bool = False
     """Whether keys and values in its blocks are of earlier weights: none of them can be shared."""
     finish: FinishReason | None = None
+    adapter: int = 0
+    """Number of the adapter that the request uses; 0 for none."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
@@ -68,7 +70,7 @@ class Sequence:
         """Return the hashes of its full blocks of known tokens, chained from the start."""
         while (len(self.hashes) + 1) * size <= self.length - self.unknown:
             first = len(self.hashes) * size
-            before = self.hashes[-1] if self.hashes else b"%d" % self.long
+            before = self.hashes[-1] if self.hashes else b"%d/%d" % (self.long, self.adapter)
             ids = array("q", self.token_ids[first : first + size]).tobytes()
             self.hashes.append(hashlib.blake2b(before + ids, digest_size=16).digest())
         return self.hashes

@@ -70,7 +70,7 @@ def make_engine(loaded: LoadedModel, options: EngineOptions) -> InferenceEngine:
         graphs = None
         if options.graphs and capturable(loaded, widths):
             graphs = DecodeGraphs(cache, options.max_sequences, max_length, loaded.device)
-        runner: Runner = PagedRunner(loaded.module, cache, loaded.device, graphs)
+        runner: Runner = PagedRunner(loaded.module, cache, loaded.device, graphs, loaded.adapters)
     else:
         pages = pages_wanted
         runner = WholeRunner(loaded.module, loaded.device)
@@ -132,14 +132,20 @@ class TextEngine:
         """Return the text of tokens; without a tokenizer, nothing."""
         return "" if self.loaded.tokenizer is None else self.loaded.tokenizer.decode(ids)
 
-    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Queue a request."""
+    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams, adapter: str | None = None) -> None:
+        """Queue a request, for the model with one of its adapters."""
         if params.stop and self.loaded.tokenizer is None:
             raise RequestError(f"{self.loaded.name} has no tokenizer", hint="use stop_token_ids instead of stop")
-        self.engine.add(request_id, prompt_ids, params)
+        self.engine.add(request_id, prompt_ids, params, self._number(adapter))
         for index in range(params.n):
             stream = TextStream(self.decode, prompt_ids, params.stop, params.include_stop)
             self._streams[request_id, index] = stream
+
+    def _number(self, adapter: str | None) -> int:
+        adapters = self.loaded.adapters
+        if adapter is not None and (adapters is None or adapter not in adapters.names):
+            raise RequestError(f"{self.loaded.name} has no adapter {adapter!r}", hint="--lora NAME=PATH adds one")
+        return 0 if adapters is None else adapters.number(adapter)
 
     def abort(self, request_id: str) -> None:
         """End a request; nothing more comes of it."""

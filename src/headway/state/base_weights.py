@@ -14,6 +14,7 @@ from headway.state.address import open_address
 from headway.state.digest import state_digest
 from headway.state.hf_import import tensor_digest
 from headway.state.huggingface import LazyWeight, saved_weights, stored_weights
+from headway.state.read_checkpoint import OpenCheckpoint
 
 MODEL = "model/"
 
@@ -35,10 +36,14 @@ def base_digest(init: str, model: Model) -> str:
                 (f"{MODEL}{name}", weight.dtype, weight.shape, digest)
                 for (name, weight), digest in zip(weights.items(), digests, strict=True)
             )
-    tensors = open_address(init).manifest.tensors
+    return checkpoint_digest(open_address(init))
+
+
+def checkpoint_digest(checkpoint: OpenCheckpoint) -> str:
+    """Return the digest of a checkpoint's weights."""
     return state_digest(
         (name, entry.dtype, entry.shape, int(entry.digest, 16))
-        for name, entry in tensors.items()
+        for name, entry in checkpoint.manifest.tensors.items()
         if name.startswith(MODEL)
     )
 

@@ -52,12 +52,12 @@ def make_app(service: EngineService, name: str, api_key: str | None = None) -> F
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {"object": "list", "data": [routes.describe()]}
+        return {"object": "list", "data": [routes.describe(name) for name in routes.names]}
 
     @app.get("/v1/models/{model:path}")
     def model(model: str) -> dict[str, Any]:
-        routes.check_name(model)
-        return routes.describe()
+        routes.adapter_of(model)
+        return routes.describe(model)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Any:
@@ -77,6 +77,7 @@ class _Prompt:
     ids: list[int]
     text: str
     params: SamplingParams
+    adapter: str | None
 
 
 class _Routes:
@@ -85,19 +86,27 @@ class _Routes:
     def __init__(self, service: EngineService, name: str) -> None:
         self.service, self.engine, self.name = service, service.engine, name
         self.defaults = self.engine.loaded.defaults
+        adapters = self.engine.loaded.adapters
+        self.names = (name, *(() if adapters is None else adapters.names))
+        """The model, and its adapters."""
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, name: str) -> dict[str, Any]:
         length = self.engine.engine.model.max_length
-        return {"id": self.name, "object": "model", "created": 0, "owned_by": "headway", "max_model_len": length}
+        facts = {"id": name, "object": "model", "created": 0, "owned_by": "headway", "max_model_len": length}
+        return facts if name == self.name else facts | {"parent": self.name}
 
-    def check_name(self, model: str | None) -> None:
-        if model is not None and model != self.name:
-            raise HTTPException(404, f"model {model!r} is not served here; {self.name!r} is")
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter that a request's model names; None for the model itself."""
+        if model is not None and model not in self.names:
+            served = ", ".join(map(repr, self.names))
+            verb = "is" if len(self.names) == 1 else "are"
+            raise HTTPException(404, f"model {model!r} is not served here; {served} {verb}")
+        return None if model in (None, self.name) else model
 
     # -- completions
 
     async def completions(self, body: CompletionRequest, request: Request) -> Any:
-        self.check_name(body.model)
+        adapter = self.adapter_of(body.model)
         if len(body.prompts) > MOST_PROMPTS:
             raise RequestError(f"{len(body.prompts)} prompts in one request", hint=f"send at most {MOST_PROMPTS}")
         params = body.sampling(
@@ -106,16 +115,16 @@ class _Routes:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        prompts = [self._completion_prompt(prompt, params) for prompt in body.prompts]
+        prompts = [self._completion_prompt(prompt, params, adapter) for prompt in body.prompts]
         request_id = f"cmpl-{secrets.token_hex(12)}"
         if body.stream:
             return await _event_stream(self._stream_completions(request_id, body, prompts))
         return await _unless_gone(request, self._whole_completions(request_id, body, prompts))
 
-    def _completion_prompt(self, prompt: str | list[int], params: SamplingParams) -> _Prompt:
+    def _completion_prompt(self, prompt: str | list[int], params: SamplingParams, adapter: str | None) -> _Prompt:
         if isinstance(prompt, str):
-            return _Prompt(self.engine.encode(prompt), prompt, params)
-        return _Prompt(prompt, self.engine.decode(prompt) if self._known(prompt) else "", params)
+            return _Prompt(self.engine.encode(prompt), prompt, params, adapter)
+        return _Prompt(prompt, self.engine.decode(prompt) if self._known(prompt) else "", params, adapter)
 
     def _known(self, ids: list[int]) -> bool:
         return all(token < self.engine.engine.model.vocabulary for token in ids)
@@ -130,7 +139,7 @@ class _Routes:
                 choices.append(self._completion_choice(len(choices), body, prompt, output, noted))
                 output_tokens += len(output.token_ids)
         counted = usage(sum(len(prompt.ids) for prompt in prompts), output_tokens if body.max_tokens != 0 else 0)
-        return head(request_id, "text_completion", self.name) | {"choices": choices, "usage": counted}
+        return head(request_id, "text_completion", body.model or self.name) | {"choices": choices, "usage": counted}
 
     def _completion_choice(
         self,
@@ -153,11 +162,11 @@ class _Routes:
     async def _stream_completions(
         self, request_id: str, body: CompletionRequest, prompts: list[_Prompt]
     ) -> AsyncIterator[dict[str, Any]]:
-        top = head(request_id, "text_completion", self.name)
+        top = head(request_id, "text_completion", body.model or self.name)
         count, output_tokens = prompts[0].params.n, 0
         echoed = set[int]()
         offsets: dict[int, int] = {}
-        async with aclosing(_merged([self.service.stream(p.ids, p.params) for p in prompts])) as parts:
+        async with aclosing(_merged([self.service.stream(p.ids, p.params, p.adapter) for p in prompts])) as parts:
             async for number, part in parts:
                 prompt, output = prompts[number], part.output
                 index = number * count + output.index
@@ -183,7 +192,7 @@ class _Routes:
     # -- chats
 
     async def chat(self, body: ChatRequest, request: Request) -> Any:
-        self.check_name(body.model)
+        adapter = self.adapter_of(body.model)
         params = body.sampling(
             self.defaults, max_tokens=body.length, logprobs=(body.top_logprobs or 0) if body.logprobs else None
         )
@@ -198,7 +207,7 @@ class _Routes:
         tokenizer = self.engine.loaded.tokenizer
         if tokenizer is None:
             raise RequestError(f"{self.name} has no tokenizer", hint="use completions with token ids")
-        prompt = _Prompt([int(token) for token in tokenizer.encode(text)], text, params)
+        prompt = _Prompt([int(token) for token in tokenizer.encode(text)], text, params, adapter)
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         if body.stream:
             return await _event_stream(self._stream_chat(request_id, body, prompt))
@@ -216,13 +225,13 @@ class _Routes:
             for output in outputs
         ]
         counted = usage(len(prompt.ids), sum(len(output.token_ids) for output in outputs))
-        return head(request_id, "chat.completion", self.name) | {"choices": choices, "usage": counted}
+        return head(request_id, "chat.completion", body.model or self.name) | {"choices": choices, "usage": counted}
 
     async def _stream_chat(self, request_id: str, body: ChatRequest, prompt: _Prompt) -> AsyncIterator[dict[str, Any]]:
-        top = head(request_id, "chat.completion.chunk", self.name)
+        top = head(request_id, "chat.completion.chunk", body.model or self.name)
         extra: dict[str, Any] = {"usage": None} if body.include_usage else {}
         begun, output_tokens = set[int](), 0
-        async with aclosing(self.service.stream(prompt.ids, prompt.params)) as parts:  # type: ignore[type-var]
+        async with aclosing(self.service.stream(prompt.ids, prompt.params, prompt.adapter)) as parts:  # type: ignore[type-var]
             async for part in parts:
                 output = part.output
                 delta = {"content": part.text}
@@ -241,7 +250,7 @@ class _Routes:
     async def _collect(self, prompt: _Prompt) -> tuple[list[Choice], tuple[TokenLogprobs | None, ...] | None]:
         """Return all outputs of a prompt, and the prompt's log-probabilities."""
         choices, noted = [Choice(index) for index in range(prompt.params.n)], None
-        async with aclosing(self.service.stream(prompt.ids, prompt.params)) as parts:  # type: ignore[type-var]
+        async with aclosing(self.service.stream(prompt.ids, prompt.params, prompt.adapter)) as parts:  # type: ignore[type-var]
             async for part in parts:
                 choices[part.output.index].add(part)
                 noted = part.output.prompt_logprobs or noted

@@ -67,7 +67,9 @@ class EngineService:
         """Whether the engine's thread runs."""
         return self._thread.is_alive()
 
-    async def stream(self, prompt_ids: list[int], params: SamplingParams) -> AsyncIterator[TextOutput]:
+    async def stream(
+        self, prompt_ids: list[int], params: SamplingParams, adapter: str | None = None
+    ) -> AsyncIterator[TextOutput]:
         """Yield a request's outputs as they come. If the coroutine ends before, its blocks are freed at once."""
         if self.draining:
             raise Draining("the server is shutting down", hint="try another one")
@@ -83,7 +85,7 @@ class EngineService:
 
         self._open += 1
         try:
-            self._commands.put(lambda: self._add(request_id, prompt_ids, params, send))
+            self._commands.put(lambda: self._add(request_id, prompt_ids, params, adapter, send))
             left = params.n
             while left:
                 output = await outputs.get()
@@ -144,10 +146,15 @@ class EngineService:
         client.last[index] = now
 
     def _add(
-        self, request_id: str, ids: list[int], params: SamplingParams, send: Callable[[TextOutput | HeadwayError], None]
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        adapter: str | None,
+        send: Callable[[TextOutput | HeadwayError], None],
     ) -> None:
         try:
-            self.engine.add(request_id, ids, params)
+            self.engine.add(request_id, ids, params, adapter)
         except HeadwayError as error:
             send(error)
             return
