@@ -43,6 +43,7 @@ from torch.distributed.tensor.parallel import (
 
 from headway.models import Decoder, empty_decoder, init_weights, initial_weight
 from headway.parallel import World, finish_gradients, make_mesh, parallelize_model, total_norm
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
@@ -86,7 +87,7 @@ def ours(recipe: Recipe, world: World) -> Step:
     parameters = dict(spread.model.named_parameters())
 
     def step() -> None:
-        spread.passes(inputs, labels, 1 / TOKENS)
+        spread.passes(DeviceBatch(inputs, labels), SumScale.per_label(TOKENS))
         finish_gradients(parameters, spread.missing)
         norm = total_norm(parameters, world, spread.borrowed)
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)

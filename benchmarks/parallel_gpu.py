@@ -17,6 +17,7 @@ import torch
 
 from headway.models import empty_decoder, init_weights, initial_weight
 from headway.parallel import World, finish_gradients, parallelize_model, total_norm
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
@@ -47,7 +48,7 @@ def ours(recipe: Recipe) -> Step:
     parameters = dict(spread.model.named_parameters())
 
     def step(tokens: torch.Tensor) -> None:
-        spread.passes(tokens[:, :-1], tokens[:, 1:], 1 / (ROWS * SEQ))
+        spread.passes(DeviceBatch(tokens[:, :-1], tokens[:, 1:]), SumScale.per_label(ROWS * SEQ))
         finish_gradients(parameters, spread.missing)
         norm = total_norm(parameters, world, spread.borrowed)
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)

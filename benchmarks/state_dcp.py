@@ -39,6 +39,7 @@ from headway.errors import StateError
 from headway.models import empty_decoder
 from headway.parallel import ParallelModel, World, finish_gradients, make_mesh, parallelize_model, total_norm
 from headway.parallel.local_part import to_local
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe import Parallel, Recipe
 from headway.state import CheckpointSource, FolderCheckpoint, open_checkpoint
 from headway.state.tensors import ModelShare, load_state, named_state
@@ -82,7 +83,10 @@ def make_step(
     parameters = dict(spread.model.named_parameters())
 
     def step(says_yes: bool) -> bool:
-        loss = spread.passes(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 1 / (recipe.train.batch * seq))
+        loss = spread.passes(
+            DeviceBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
+            SumScale.per_label(recipe.train.batch * seq),
+        )
         finish_gradients(parameters, spread.missing)
         norm = total_norm(parameters, world, spread.borrowed)
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)

@@ -185,6 +185,7 @@ def headway(model: Any, shape: dict[str, Any], options: argparse.Namespace) -> S
     """The trainer's own step, but for the data."""
     from headway.models import empty_decoder
     from headway.parallel import World, parallelize_model, total_norm
+    from headway.parallel.objective import DeviceBatch, SumScale
     from headway.recipe.load import parse_recipe, with_settings
     from headway.train.cuda_graphs import passes_of
     from headway.train.optim import build_optimizer, clip, lower, set_step, widen_gradients
@@ -204,14 +205,15 @@ def headway(model: Any, shape: dict[str, Any], options: argparse.Namespace) -> S
     optimizer = build_optimizer(spread.model, recipe.train, 0, world)
     parameters = dict(spread.model.named_parameters())
     tokens = some_tokens(model, shape, options.data)
-    inputs, labels, scale = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 1 / (shape["batch"] * shape["seq"])
+    batch = DeviceBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    scale = SumScale.per_label(shape["batch"] * shape["seq"])
     done, passes, early = 0, passes_of(spread, recipe, world), early_updates(spread, optimizer, recipe, world)
 
     def step() -> torch.Tensor:
         nonlocal done
         done += 1
         set_step(optimizer.param_groups, done, 1e-4)
-        loss = passes(inputs, labels, scale, None)
+        loss = passes(batch, scale)
         norm = total_norm(parameters, world) if early is None else early.norm(parameters)
         if recipe.train.clip > 0:
             clip(optimizer, parameters.values(), norm, recipe.train.clip)

@@ -27,6 +27,7 @@ import torch
 from headway.data import BuildOptions, build_dataset
 from headway.models import empty_decoder
 from headway.parallel import ParallelModel, World, parallelize_model
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe import Recipe, load_recipe
 from headway.recipe.schema import Health
 from headway.track.heartbeat import PAGE, HeartbeatWriter
@@ -72,7 +73,7 @@ def marks(recipe: Recipe, steps: int) -> dict[str, float]:
         if beat.on:
             beat.step(step)
             beat.ready()
-        spread.passes(tokens[:, :-1], tokens[:, 1:], 1 / (rows * seq))
+        spread.passes(DeviceBatch(tokens[:, :-1], tokens[:, 1:]), SumScale.per_label(rows * seq))
         if beat.on:
             beat.enter("optimizer")
             beat.enter("record")

@@ -84,7 +84,10 @@ def recipe_page() -> Iterator[str]:
     yield from keys("", plain, schema)
     for name, field in sections.items():
         ref = reference(field)
-        yield from families(name, field, schema) if ref is None else section_of(name, ref, schema, "##")
+        if ref is not None:
+            yield from section_of(name, ref, schema, "##")
+        else:
+            yield from families(name, field, schema) if name == "model" else kinds(name, field, schema)
     yield from ("", "## What may change when a run is resumed", "")
     for key, why in CHANGEABLE.items():
         yield from item(f"`{key}`: {why}.")
@@ -127,6 +130,19 @@ def families(name: str, field: dict[str, Any], schema: dict[str, Any]) -> Iterat
     layout = reference(shared["layout"])
     assert layout is not None, "a custom class has a layout"
     yield from section_of(f"{name}.layout", layout, schema, "###")
+
+
+def kinds(name: str, field: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
+    """Yield a section whose `kind` decides which keys it has."""
+    variants = [definition(option["$ref"], schema) for option in field["oneOf"]]
+    names = ", ".join(toml(section["properties"]["kind"]["const"]) for section in variants)
+    default = toml(variants[0]["properties"]["kind"]["default"])
+    yield from ("", f"## [{name}]", "", field["description"], "")
+    yield from item(f"`{name}.kind` (one of {names}, default {default}): Which one it is.")
+    for section in variants:
+        yield from heading(f"### kind = {toml(section['properties']['kind']['const'])}", section)
+        own = {key: value for key, value in section["properties"].items() if key != "kind"}
+        yield from keys(f"{name}.", own, section)
 
 
 def common_keys(sections: list[dict[str, Any]]) -> set[str]:

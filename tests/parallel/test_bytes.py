@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.models import empty_decoder
 from headway.parallel import finish_gradients, make_mesh, parallelize_model
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.plan.settings import Mesh, Settings
 from headway.plan.traffic import traffic
 from headway.plan.trainer import headway_software
@@ -81,9 +82,9 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
         torch.nn.init.zeros_(parameter)
     rows = torch.zeros((BATCH // world.data.size, SEQ), dtype=torch.int64)
     if world.axis("pipeline").size > 1:  # whose first step also introduces its stages to each other
-        spread.passes(rows, rows, 1.0)
+        spread.passes(DeviceBatch(rows, rows), SumScale.per_label(1))
     with Count() as count:
-        spread.passes(rows, rows, 1.0)
+        spread.passes(DeviceBatch(rows, rows), SumScale.per_label(1))
         finish_gradients(dict(spread.model.named_parameters()), spread.missing)
     names = {axis.group.group_name: name for name, axis in world.axes.items() if axis.group is not None}
     names |= {group.group_name: "pipeline" for _, group in spread.missing if group.group_name not in names}

@@ -15,6 +15,7 @@ from headway.agent.launch.trainer_support import outdated_torch
 from headway.models import empty_decoder, init_weights, initial_weight
 from headway.parallel import finish_gradients, make_mesh, parallelize_model, total_norm
 from headway.parallel.local_part import to_local
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
@@ -127,7 +128,7 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     mine = slice(each * data.rank, each * (data.rank + 1))
     results = {}
     for step in range(STEPS):
-        loss = spread.passes(inputs[mine], labels[mine], 1 / trained, documents[mine])
+        loss = spread.passes(DeviceBatch(inputs[mine], labels[mine], documents[mine]), SumScale.per_label(trained))
         parameters = dict(spread.model.named_parameters())
         finish_gradients(parameters, spread.missing)
         results[f"{step}/loss"] = total(world, loss)
@@ -142,7 +143,7 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
                 to_local(parameter).sub_(to_local(parameter.grad), alpha=RATE)  # on whole ones torch thinks for long
                 parameter.grad = None
     with torch.no_grad():
-        results["evaluation"] = total(world, spread.evaluate(inputs[mine], labels[mine], documents[mine]))
+        results["evaluation"] = total(world, spread.evaluate(DeviceBatch(inputs[mine], labels[mine], documents[mine])))
         spread.rest()
     return results
 

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.models import empty_decoder, init_weights
 from headway.parallel import World, parallelize_model
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
 
@@ -41,7 +42,7 @@ def run(**train: Any) -> tuple[Count, dict[str, torch.Tensor]]:
         fill(name, parameter, whole)
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     with Count() as count:
-        spread.passes(tokens, tokens, 1.0)
+        spread.passes(DeviceBatch(tokens, tokens), SumScale.per_label(1))
     return count, {name: parameter.grad for name, parameter in spread.model.named_parameters()}
 
 

@@ -7,6 +7,7 @@ import torch
 
 from headway.models import empty_decoder, initial_weight
 from headway.parallel import World, finish_gradients, make_mesh, parallelize_model, total_norm
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill, pieces
@@ -38,7 +39,9 @@ def steps(recipe: Recipe, world: World) -> dict[str, torch.Tensor]:
     tokens = torch.randint(0, 500, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1)).cuda()
     each = ROWS // world.data.size
     mine = tokens[each * world.data.rank : each * (world.data.rank + 1)]
-    loss = spread.passes(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), 1 / (ROWS * SEQ))
+    loss = spread.passes(
+        DeviceBatch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous()), SumScale.per_label(ROWS * SEQ)
+    )
     parameters = dict(spread.model.named_parameters())
     finish_gradients(parameters, spread.missing)
     norm = total_norm(parameters, world, spread.borrowed)
@@ -91,12 +94,12 @@ def test_offloaded_moments_are_bitwise_equal_and_free_device_memory() -> None:
         for name, parameter in spread.model.named_parameters():
             fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
         tokens = torch.randint(0, 500, (ROWS, SEQ), generator=torch.Generator().manual_seed(1)).cuda()
-        spread.passes(tokens, tokens, 1 / (ROWS * SEQ))
+        spread.passes(DeviceBatch(tokens, tokens), SumScale.per_label(ROWS * SEQ))
         spread.model.zero_grad(set_to_none=True)
         before = torch.cuda.memory_allocated()  # libraries have taken their workspaces, and there are no moments yet
         optimizer = build_optimizer(spread.model, recipe.train)
         for _ in range(3):
-            spread.passes(tokens, tokens, 1 / (ROWS * SEQ))
+            spread.passes(DeviceBatch(tokens, tokens), SumScale.per_label(ROWS * SEQ))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()

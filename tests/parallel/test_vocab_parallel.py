@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from headway.models import empty_decoder
 from headway.parallel import make_mesh, parallelize_model
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from processes import run_ranks
@@ -38,7 +39,7 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
         torch.nn.init.ones_(parameter)
     tokens = torch.zeros((ROWS, SEQ), dtype=torch.int64)
     with Widths() as widths:
-        spread.passes(tokens, tokens, 1.0)
+        spread.passes(DeviceBatch(tokens, tokens), SumScale.per_label(1))
     return {"widths": torch.tensor(sorted(widths.seen))}
 
 

@@ -29,17 +29,17 @@ def test_device_batches_equal_loader_batches(dataset, masks):
     feed = DeviceFeed(loader(dataset, mask_boundaries=masks, documents=True), torch.device("cpu"))
     plain = loader(dataset, mask_boundaries=masks, documents=True)
     for cursor in range(0, 3 * TURNS * BATCH, BATCH):
-        fed, want = feed.read(cursor), plain.read(cursor)
+        (fed, trained, counts), want = feed.read(cursor), plain.read(cursor)
         assert fed.inputs.tolist() == want.inputs.tolist()
         assert fed.labels.tolist() == want.labels.tolist()
         assert fed.documents.tolist() == want.documents.tolist()
         assert fed.documents.dtype == torch.int32
-        assert fed.trained == want.trained
+        assert (trained, counts) == (want.trained, (want.trained,))
 
 
 def test_document_buffers_are_valid_until_reused(dataset):
     feed = DeviceFeed(loader(dataset, documents=True), torch.device("cpu"))
-    read = [feed.read(step * BATCH) for step in range(TURNS)]
+    read = [feed.read(step * BATCH).batch for step in range(TURNS)]
     kept = [(fed.inputs.clone(), fed.documents.clone()) for fed in read]
     feed_again = loader(dataset, documents=True)
     for step, (fed, (inputs, documents)) in enumerate(zip(read, kept, strict=True)):
@@ -49,7 +49,7 @@ def test_document_buffers_are_valid_until_reused(dataset):
 
 
 def test_documents_are_none_unless_requested(dataset):
-    assert DeviceFeed(loader(dataset), torch.device("cpu")).read(0).documents is None
+    assert DeviceFeed(loader(dataset), torch.device("cpu")).read(0).batch.documents is None
 
 
 @pytest.mark.gpu
@@ -59,7 +59,7 @@ def test_documents_are_copied_to_a_gpu_without_a_host_sync(dataset):
     feed.read(0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        read = [feed.read(step * BATCH) for step in range(TURNS)]
+        read = [feed.read(step * BATCH).batch for step in range(TURNS)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for step, fed in enumerate(read):
@@ -73,7 +73,7 @@ def test_smaller_batch_uses_first_rows_of_a_buffer(dataset):
     feed = DeviceFeed(Loader(reader, split, 3, 8, rows=(4, 8)), torch.device("cpu"))
     small = Loader(reader, split, 3, 4, rows=(2, 4))
     for cursor, batch in ((0, 4), (4, 4), (8, 8), (16, 8), (4, 4)):
-        fed = feed.read(cursor, batch)
+        fed = feed.read(cursor, batch).batch
         want = small.read(cursor) if batch == 4 else Loader(reader, split, 3, 8, rows=(4, 8)).read(cursor)
         assert fed.inputs.tolist() == want.inputs.tolist()
         assert fed.labels.tolist() == want.labels.tolist()

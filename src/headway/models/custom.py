@@ -8,7 +8,7 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,15 +23,8 @@ NO_VALUES = "its constructor must not read values of tensors (.item(), .numpy(),
 
 
 def load_class(spec: str) -> type[nn.Module]:
-    """Return the class named by `package.module:Class`."""
-    module_name, _, name = spec.partition(":")
-    module = _import(module_name)
-    cls = getattr(module, name, None)
-    if cls is None:
-        others = [key for key, value in vars(module).items() if _is_model(value)]
-        raise ModelError(
-            f"model.class names {spec}, but {module_name} has no {name}", hint=_near(name, others, f"{module_name} has")
-        )
+    """Return the model class named by `package.module:Class`."""
+    cls = load_name(spec, "model.class", _is_model)
     if not _is_model(cls):
         raise ModelError(
             f"model.class names {spec}, which is not a model class",
@@ -39,6 +32,19 @@ def load_class(spec: str) -> type[nn.Module]:
         )
     model: type[nn.Module] = cls
     return model
+
+
+def load_name(spec: str, key: str, similar: Callable[[Any], bool] = inspect.isclass) -> Any:
+    """Return what `package.module:name` names, for a recipe's key; if it is missing, a hint names what is `similar`."""
+    module_name, _, name = spec.partition(":")
+    module = _import(module_name, key)
+    value = getattr(module, name, None)
+    if value is None:
+        others = [other for other, of in vars(module).items() if similar(of)]
+        raise ModelError(
+            f"{key} names {spec}, but {module_name} has no {name}", hint=_near(name, others, f"{module_name} has")
+        )
+    return value
 
 
 def build_own(model: Model, device: torch.device | str) -> nn.Module:
@@ -51,18 +57,18 @@ def build_own(model: Model, device: torch.device | str) -> nn.Module:
     return module
 
 
-def _import(module_name: str) -> ModuleType:
+def _import(module_name: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if missing != module_name and not module_name.startswith(f"{missing}."):
             raise ModelError(
-                f"model.class: {module_name} imports {missing}, which is not installed", hint=f"install {missing} first"
+                f"{key}: {module_name} imports {missing}, which is not installed", hint=f"install {missing} first"
             ) from error
-        raise ModelError(f"model.class: no module {missing}", hint=_near_modules(missing)) from error
+        raise ModelError(f"{key}: no module {missing}", hint=_near_modules(missing)) from error
     except (Exception, SystemExit) as error:  # an import may raise anything
-        raise ModelError(f"model.class: importing {module_name} failed: {_describe(error)}") from error
+        raise ModelError(f"{key}: importing {module_name} failed: {_describe(error)}") from error
 
 
 def _construct(cls: type[nn.Module], model: Model, device: torch.device) -> nn.Module:

@@ -110,6 +110,11 @@ class Decoder(nn.Module):
         loss: Tensor = self.loss(x_BLD, self.output_weight, labels_BL)
         return loss
 
+    def logprobs(self, tokens_BL: Tensor, labels_BL: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the log-probability of each label [B, L], in float32; 0 where it is -100."""
+        scores_BL: Tensor = self.loss.logprobs(self.hidden(tokens_BL, documents), self.output_weight, labels_BL)
+        return scores_BL
+
     def hidden(self, tokens_BL: Tensor, documents_BL: Tensor | None = None, cache: KvCache | None = None) -> Tensor:
         """Return the normalized residual stream after the last block.
 

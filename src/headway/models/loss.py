@@ -9,7 +9,7 @@ from headway.kernels import linear_cross_entropy
 from headway.kernels.dispatch import uses_triton
 from headway.kernels.inputs import IGNORED, autocast
 
-__all__ = ["IGNORED", "Loss", "autocast", "chunk_rows", "summed_cross_entropy"]
+__all__ = ["IGNORED", "Loss", "autocast", "chunk_rows", "summed_cross_entropy", "token_logprobs"]
 
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
 """Most logits in memory at once, by kind of device."""
@@ -29,6 +29,11 @@ class Loss(nn.Module):
         """Return the loss as a float32 scalar."""
         return summed_cross_entropy(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap, self.z_loss)
 
+    def logprobs(self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
+        """Return the log-probability of each label [B, L], in float32; 0 where it is IGNORED."""
+        flat_T = token_logprobs(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap)
+        return flat_T.view(labels_BL.shape)
+
 
 def summed_cross_entropy(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None, z_loss: float = 0.0
@@ -42,6 +47,17 @@ def summed_cross_entropy(
     x_TD, weight_VD = autocast(x_TD), autocast(weight_VD)
     wanted = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
     return _SummedCrossEntropy.apply(x_TD, weight_VD, labels_T, softcap, z_loss if wanted else 0.0, wanted)
+
+
+def token_logprobs(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None) -> Tensor:
+    """Return the log-probability of each label under x @ weight.T, in float32; 0 where it is IGNORED.
+
+    Not all logits are in memory at once: the backward pass computes them again.
+    """
+    if uses_triton("loss", x_TD):
+        return linear_cross_entropy.token_scores(x_TD, weight_VD, labels_T, softcap)[0]
+    flat_T: Tensor = _TokenLogprobs.apply(autocast(x_TD), autocast(weight_VD), labels_T, softcap)
+    return flat_T
 
 
 def chunk_rows(kind: str, vocabulary: int) -> int:
@@ -109,3 +125,54 @@ class _SummedCrossEntropy(torch.autograd.Function):
         dx_TD, dweight_VD = ctx.saved_tensors
         # In float32: the factor is 1 / tokens, and rounding it to bfloat16 would scale every gradient.
         return (dx_TD.float() * factor).to(dx_TD.dtype), (dweight_VD * factor).to(ctx.dtype), None, None, None, None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Log-probabilities of labels in chunks of tokens, whose logits the backward pass computes again."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None) -> Tensor:
+        rows = chunk_rows(x_TD.device.type, weight_VD.shape[0])
+        logprobs_T = torch.empty(len(x_TD), dtype=torch.float32, device=x_TD.device)
+        for first in range(0, len(x_TD), rows):
+            here = slice(first, first + rows)
+            scores, targets, unmasked, _ = _scored(x_TD[here], weight_VD, labels_T[here], softcap)
+            logprobs_T[here] = scores.gather(1, targets).squeeze(1).where(unmasked, 0.0)
+        ctx.save_for_backward(x_TD, weight_VD, labels_T)
+        ctx.softcap = softcap
+        return logprobs_T
+
+    @staticmethod
+    def backward(ctx: Any, factors_T: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_VD, labels_T = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        rows = chunk_rows(x_TD.device.type, weight_VD.shape[0])
+        dx_TD = torch.empty_like(x_TD) if wants_x else None
+        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+        for first in range(0, len(x_TD), rows):
+            here = slice(first, first + rows)
+            scores, targets, unmasked, bent = _scored(x_TD[here], weight_VD, labels_T[here], ctx.softcap)
+            slope = scores.exp_().neg_()
+            slope.scatter_add_(1, targets, torch.ones_like(targets, dtype=slope.dtype))
+            slope.mul_(factors_T[here].where(unmasked, 0.0).unsqueeze(1))
+            if bent is not None:
+                slope.mul_(1 - bent * bent)
+            slope = slope.to(x_TD.dtype)
+            if dx_TD is not None:
+                torch.mm(slope, weight_VD, out=dx_TD[here])
+            if dweight_VD is not None:
+                dweight_VD += slope.T @ x_TD[here]
+        return dx_TD, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype), None, None
+
+
+def _scored(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return log-probabilities [T, V], labels as indices [T, 1], which are not IGNORED, and the soft cap's tanh."""
+    unmasked = labels_T != IGNORED
+    targets = labels_T.where(unmasked, 0).unsqueeze(1)
+    logits, bent = x_TD @ weight_VD.T, None
+    if softcap is not None:
+        bent = torch.tanh(logits.float() / softcap)
+        logits = softcap * bent
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32), targets, unmasked, bent

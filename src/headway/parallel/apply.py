@@ -12,7 +12,7 @@ device: memory is allocated last, for this worker's part alone. Parameter names 
 
 import inspect
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,11 +33,18 @@ from headway.parallel.layout import (
     named,
     stages_of,
 )
+from headway.parallel.objective import DeviceBatch, MeasureHead, Objective, SumScale, loss_of
 from headway.parallel.pipeline import LocalStage, PipelineRunner, StageSplit, has_ties, split, tie_group
 from headway.parallel.recompute import recompute
 from headway.parallel.shard import forget_copies, hold_gradients, release_weights, shard
 from headway.parallel.tensor import SEQUENCE, cut_tensors
-from headway.parallel.vocab_parallel import LogitOptions, cross_entropy_of_logits, shared_loss
+from headway.parallel.vocab_parallel import (
+    LogitOptions,
+    cross_entropy_of_logits,
+    logprobs_of_logits,
+    shared_logprobs,
+    shared_loss,
+)
 from headway.parallel.world import Axis, World
 from headway.recipe import ModelLayout, Parallel, Recipe
 
@@ -71,37 +78,60 @@ class ParallelModel:
     """Whether attention is restricted to documents."""
     forgets: bool = False
     """Deliberate bug: gradients are not reduced over replicas."""
+    head: MeasureHead | None = None
+    """The objective; None for the plain summed loss."""
 
-    def passes(self, inputs: Tensor, labels: Tensor, scale: float, documents: Tensor | None = None) -> Tensor:
+    def passes(self, batch: DeviceBatch, scale: SumScale) -> Tensor:
         """Run forward and backward over all rows, by microbatches; gradients are reduced in the last one, or in each.
 
-        `documents` numbers the documents packed into rows, for document masking. Return the summed loss times `scale`,
-        or this worker's part of it.
+        Return the objective's scaled sums, or this worker's part of them: a scalar for the plain summed loss.
         """
-        documents = documents if self.documents else None
-        set_loss_scale(self.model, scale)
+        set_loss_scale(self.model, scale.tokens)
         if self.schedule is not None:
-            return self.schedule.step(inputs, labels, scale, documents)
-        total = torch.zeros((), device=inputs.device)
-        rows = len(inputs)
+            return self.schedule.step(self._taken(batch), scale)
+        total, rows = torch.zeros(self._shape, device=batch.inputs.device), len(batch.inputs)
         for low in range(0, rows, self.microbatch):
             high = min(low + self.microbatch, rows)
             hold_gradients(self.model, last=high == rows, copies=self.copies, reduce_each=self.reduce_each)
             if self.forgets:
                 forget_copies(self.model)
-            rows_documents = None if documents is None else documents[low:high]
-            loss = self.model(inputs[low:high], labels[low:high], **_named(rows_documents)) * scale
-            loss.backward()
-            total += loss.detach()
+            values = scale.of(self._sums(batch.rows(low, high)))
+            loss_of(values, self.terms).backward()
+            total += values.detach()
         return total
 
-    def evaluate(self, inputs: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the summed loss, or this worker's part of it."""
-        documents = documents if self.documents else None
-        if self.schedule is not None:
-            return self.schedule.evaluate(inputs, labels, documents)
-        loss: Tensor = self.model(inputs, labels, **_named(documents))
-        return loss
+    def evaluate(self, batch: DeviceBatch) -> Tensor:
+        """Return the objective's sums, or this worker's part of them: a scalar for the plain summed loss."""
+        return self.schedule.evaluate(self._taken(batch)) if self.schedule is not None else self._sums(batch)
+
+    def document_logprobs(self, batch: DeviceBatch) -> Tensor | None:
+        """Return the log-probabilities of the documents of all rows, [rows, documents]; None before the last stage."""
+        assert self.head is not None, "only an objective of log-probabilities has them"
+        with self.head.collecting() as collected:
+            self.evaluate(batch)
+        return torch.cat(collected) if collected else None
+
+    def _sums(self, batch: DeviceBatch) -> Tensor:
+        batch = self._taken(batch)
+        sums: Tensor = self.model(batch.inputs, batch.labels, **_named(batch.documents), **batch.columns)
+        return sums
+
+    def _taken(self, batch: DeviceBatch) -> DeviceBatch:
+        """Return what of a batch the model and the objective take."""
+        return replace(
+            batch,
+            documents=batch.documents if self.documents or self.head is not None else None,
+            columns=batch.columns if self.head is not None else {},
+        )
+
+    @property
+    def terms(self) -> int:
+        """How many of the sums make up the loss."""
+        return 1 if self.head is None else self.head.objective.terms
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return () if self.head is None else (len(self.head.objective.names),)
 
     def evaluation_rows(self, most: int) -> int:
         """Return the rows to evaluate at once, of at most `most`: a pipeline always takes a step's."""
@@ -113,11 +143,19 @@ class ParallelModel:
             release_weights(stage.module)
 
 
-def parallelize_model(model: nn.Module, recipe: Recipe, world: World, mutations: Collection[str] = ()) -> ParallelModel:
+def parallelize_model(
+    model: nn.Module,
+    recipe: Recipe,
+    world: World,
+    mutations: Collection[str] = (),
+    objective: Objective | None = None,
+) -> ParallelModel:
     """Parallelize a model on the meta device as the recipe says; memory is allocated for this worker's part alone.
 
-    `mutations` are deliberate bugs that test `headway check`.
+    Without an objective, its loss is the plain sum over labels. `mutations` are deliberate bugs that test `headway
+    check`.
     """
+    head = None if objective is None else MeasureHead(objective)
     train, parallel = recipe.train, recipe.parallel or Parallel()
     layout = layout_of(model, recipe.model.layout)
     tensor, pipeline = world.axis("tensor"), world.axis("pipeline")
@@ -153,7 +191,7 @@ def parallelize_model(model: nn.Module, recipe: Recipe, world: World, mutations:
         vocabulary = _shared_vocabulary(stages.model, cuts)
 
     for stage in stages.stages:
-        _set_forward(stage, recipe, world, cuts, vocabulary)
+        _set_forward(stage, recipe, world, cuts, vocabulary, head)
 
     # activations, then kernels
     recompute([block for stage in stages.stages for block in stage.blocks], train.recompute, train.recompute_blocks)
@@ -177,7 +215,7 @@ def parallelize_model(model: nn.Module, recipe: Recipe, world: World, mutations:
     schedule = None
     if pipeline.size > 1:
         wrong = "pipeline-loss-scale" in mutations
-        schedule = PipelineRunner(stages, world, parallel, stream, _stream_dtype(recipe, world), divides=wrong)
+        schedule = PipelineRunner(stages, world, parallel, stream, _stream_dtype(recipe, world), head, divides=wrong)
     return ParallelModel(
         model=stages.model,
         stages=stages.stages,
@@ -192,6 +230,7 @@ def parallelize_model(model: nn.Module, recipe: Recipe, world: World, mutations:
         reduce_each=bool(parallel.reduce_each),
         documents=_takes_documents(model),
         forgets="no-gradient-reduction" in mutations,
+        head=head,
     )
 
 
@@ -234,22 +273,36 @@ def _stream_dtype(recipe: Recipe, world: World) -> torch.dtype:
 
 
 def _set_forward(
-    stage: LocalStage, recipe: Recipe, world: World, cuts: TensorCuts | None, vocabulary: int | None
+    stage: LocalStage,
+    recipe: Recipe,
+    world: World,
+    cuts: TensorCuts | None,
+    vocabulary: int | None,
+    head: MeasureHead | None,
 ) -> None:
-    """Run a stage in the recipe's precision; it returns the summed loss, or the stream."""
+    """Run a stage in the recipe's precision; it returns the summed loss, the objective's sums, or the stream."""
     model, tensor = stage.module, world.axis("tensor")
+    documents = _takes_documents(model)
     if isinstance(model, Decoder):
         forward = model.forward if stage.last else model.hidden
+        if stage.last and head is not None:
+            forward = partial(_measured, head, model.logprobs, documents)
         model.loss.z_loss = recipe.train.z_loss
         if cuts is not None:
             shape = LogitOptions(model.loss.softcap, recipe.train.z_loss)
             model.loss.forward = partial(shared_loss, tensor, cuts.by_sequence, shape)
+            model.loss.logprobs = partial(  # type: ignore[method-assign]
+                shared_logprobs, tensor, cuts.by_sequence, model.loss.softcap
+            )
             if not stage.first:
                 model.context = WholeSequence(model.context, tensor.size)
     else:
         forward = partial(_of_tokens, model.forward)
-        if stage.last:
+        if stage.last and head is None:
             forward = partial(_loss_of_logits, model.forward, tensor, vocabulary, recipe.train.z_loss)
+        elif stage.last and head is not None:
+            scores = partial(_logprobs_of_model, model.forward, tensor, vocabulary)
+            forward = partial(_measured, head, scores, documents)
         if cuts is not None:
             forward = partial(_explained, forward, model, cuts)
     # FSDP gathers in the right precision; without data axes, autocast converts higher-precision weights here.
@@ -267,16 +320,38 @@ def _forward(
     x: Tensor,
     labels: Tensor | None = None,
     documents: Tensor | None = None,
+    **columns: Tensor,
 ) -> Tensor:
     with context():
-        out: Tensor = plain(x, labels, documents) if last else plain(x, documents).to(dtype)
+        out: Tensor = plain(x, labels, documents, **columns) if last else plain(x, documents).to(dtype)
     return out
 
 
-def _explained(plain: Any, model: nn.Module, cuts: TensorCuts, *inputs: Any) -> Tensor:
+def _measured(
+    head: MeasureHead,
+    logprobs_of: Any,
+    takes_documents: bool,
+    x: Tensor,
+    labels: Tensor,
+    documents: Tensor | None = None,
+    **columns: Tensor,
+) -> Tensor:
+    """An objective of log-probabilities; `x` may be the stream."""
+    logprobs_BL = logprobs_of(x, labels, documents if takes_documents else None)
+    return head(logprobs_BL, DeviceBatch(x, labels, documents, columns))
+
+
+def _logprobs_of_model(
+    plain: Any, tensor: Axis, vocabulary: int | None, x: Tensor, labels: Tensor, documents: Tensor | None = None
+) -> Tensor:
+    """Wraps a custom class, which returns logits."""
+    return logprobs_of_logits(_of_tokens(plain, x, documents), labels, tensor, vocabulary)
+
+
+def _explained(plain: Any, model: nn.Module, cuts: TensorCuts, *inputs: Any, **columns: Tensor) -> Tensor:
     """A custom class on a tensor axis: an incomplete layout fails where a split meets what is not."""
     try:
-        out: Tensor = plain(*inputs)
+        out: Tensor = plain(*inputs, **columns)
     except RuntimeError as error:
         explained = explain_shapes(model, cuts, error)
         if explained is None:

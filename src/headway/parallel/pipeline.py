@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
 from headway.errors import ModelError
 from headway.models import Decoder
 from headway.parallel.layout import blocks_of, named
+from headway.parallel.objective import DeviceBatch, MeasureHead, SumScale, loss_of
 from headway.parallel.world import Axis, World
 from headway.recipe import ModelLayout, Parallel
 
@@ -178,6 +179,7 @@ class PipelineRunner:
         parallel: Parallel,
         shape: torch.Size,
         dtype: torch.dtype,
+        head: MeasureHead | None = None,
         divides: bool = False,
     ) -> None:
         """`shape` is that of a microbatch's stream between stages; its first dim is the rows of a microbatch.
@@ -185,29 +187,41 @@ class PipelineRunner:
         `divides` is a deliberate bug: the loss, a sum over the batch, is divided twice.
         """
         self._stages, self._world, self._parallel, self._divides = stages, world, parallel, divides
-        self._shape, self._dtype = shape, dtype
+        self._shape, self._dtype, self._head = shape, dtype, head
         self._schedules = dict[int, Any]()
-        self._scale = 1.0
+        self._scale: SumScale | None = None
+        self._values = list[Tensor]()
 
-    def step(self, inputs: Tensor, labels: Tensor, scale: float, documents: Tensor | None = None) -> Tensor:
-        """Run forward and backward of all rows; return the summed loss times `scale`, on the last stage."""
-        return self._run("step", inputs, labels, scale, documents)
+    def step(self, batch: DeviceBatch, scale: SumScale) -> Tensor:
+        """Run forward and backward of all rows; return the scaled sums, on the last stage."""
+        return self._run("step", batch, scale)
 
-    def evaluate(self, inputs: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the summed loss of all rows, on the last stage."""
-        return self._run("eval", inputs, labels, 1.0, documents)
+    def evaluate(self, batch: DeviceBatch) -> Tensor:
+        """Return the sums of all rows, on the last stage."""
+        return self._run("eval", batch, None)
 
-    def _run(self, call: str, inputs: Tensor, labels: Tensor, scale: float, documents: Tensor | None) -> Tensor:
-        schedule = self._schedule(len(inputs) // self._shape[0])
-        self._scale = scale
-        losses = list[Tensor]()
+    def _run(self, call: str, batch: DeviceBatch, scale: SumScale | None) -> Tensor:
+        schedule = self._schedule(len(batch.inputs) // self._shape[0])
+        self._scale, self._values = scale, []
         first = any(stage.first for stage in self._stages.stages)
         last = any(stage.last for stage in self._stages.stages)
-        arguments = {"target": labels, "losses": losses} if last else {}
-        extra = {"labels": labels} | ({} if documents is None else {"documents": documents})
-        getattr(schedule, call)(*([inputs] if first else []), **extra, return_outputs=False, **arguments)
-        total = torch.zeros((), device=self._world.device)
-        return torch.stack([loss.detach() for loss in losses]).sum() if losses else total
+        arguments: dict[str, Any] = {"target": batch.labels, "losses": []} if last else {}
+        extra = {"labels": batch.labels, **batch.columns}
+        extra |= {} if batch.documents is None else {"documents": batch.documents}
+        getattr(schedule, call)(*([batch.inputs] if first else []), **extra, return_outputs=False, **arguments)
+        if self._values:
+            return torch.stack(self._values).sum(dim=0)
+        return torch.zeros(self._out_shape, device=self._world.device)
+
+    def _loss(self, sums: Tensor, _: Tensor) -> Tensor:
+        """The loss of a microbatch; its scaled sums are kept."""
+        values = sums if self._scale is None else self._scale.of(sums)
+        self._values.append(values.detach())
+        return loss_of(values, 1 if self._head is None else self._head.objective.terms)
+
+    @property
+    def _out_shape(self) -> tuple[int, ...]:
+        return () if self._head is None else (len(self._head.objective.names),)
 
     def _schedule(self, microbatches: int) -> Any:
         if microbatches not in self._schedules:
@@ -218,7 +232,7 @@ class PipelineRunner:
         stages = [self._stage(stage) for stage in self._stages.stages]
         options = {
             "n_microbatches": microbatches,
-            "loss_fn": lambda loss, _: loss * self._scale,
+            "loss_fn": self._loss,
             "scale_grads": self._divides,
         }
         if self._parallel.schedule == "1f1b":
@@ -235,6 +249,6 @@ class PipelineRunner:
             self._stages.count,
             self._world.device,
             input_args=tokens if stage.first else stream,
-            output_args=torch.empty((), device="meta", requires_grad=True) if stage.last else stream,
+            output_args=torch.empty(self._out_shape, device="meta", requires_grad=True) if stage.last else stream,
             group=self._world.axis("pipeline").group,
         )

@@ -43,6 +43,32 @@ def shared_loss(
     return loss
 
 
+def shared_logprobs(
+    axis: Axis, by_sequence: bool, softcap: float | None, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor
+) -> Tensor:
+    """`models.loss.Loss.logprobs` with a split head; the same on all workers of the axis."""
+    assert axis.group is not None, "an axis of one place shares nothing out"
+    vocabulary = weight_VD.shape[0]
+    begin, _ = share_of(vocabulary, axis)
+    rows = chunk_rows(x_BLD.device.type, -(-vocabulary // axis.size))
+    x_BLD = gathered(x_BLD, SEQUENCE, axis.group) if by_sequence else copied(x_BLD, axis.group)
+    x_TD, weight_WD = autocast(x_BLD.flatten(0, 1)), autocast(to_local(weight_VD))
+    flat_T: Tensor = _SharedLogprobs.apply(x_TD, weight_WD, labels_BL.flatten(), begin, axis.group, rows, softcap)
+    return flat_T.view(labels_BL.shape)
+
+
+def logprobs_of_logits(logits: Tensor, labels_BL: Tensor, axis: Axis, vocabulary: int | None) -> Tensor:
+    """Return the log-probability of each label [B, L] from logits [B, L, V], or a share [B, L, W] if `vocabulary` is V;
+    0 where it is IGNORED."""
+    scores, labels_T = logits.flatten(0, -2).float(), labels_BL.flatten()
+    if vocabulary is not None:
+        begin, _ = share_of(vocabulary, axis)
+        shared: Tensor = _LogprobsOfLogits.apply(scores, labels_T, begin, axis.group)
+        return shared.view(labels_BL.shape)
+    flat_T = -nn.functional.cross_entropy(scores, labels_T, ignore_index=IGNORED, reduction="none")
+    return flat_T.view(labels_BL.shape)
+
+
 def cross_entropy_of_logits(
     logits: Tensor, labels_BL: Tensor, axis: Axis, vocabulary: int | None, z_loss: float = 0.0
 ) -> Tensor:
@@ -106,10 +132,7 @@ class _SharedCrossEntropy(torch.autograd.Function):
         dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if wanted else None
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            scores, bent = (x_TD[here] @ weight_WD.T).float(), None
-            if shape.softcap is not None:
-                bent = torch.tanh(scores / shape.softcap)
-                scores = shape.softcap * bent
+            scores, bent = _capped_scores(x_TD[here], weight_WD, shape.softcap)
             slope, losses = _softmax_(scores, labels_T[here], begin, group, shape.z_loss)
             if bent is not None:
                 slope.mul_(1 - bent * bent)
@@ -144,3 +167,68 @@ class _OfLogits(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None, None, None]:
         (slope,) = ctx.saved_tensors
         return slope * factor, None, None, None, None
+
+
+class _SharedLogprobs(torch.autograd.Function):
+    """Log-probabilities of labels in chunks of tokens, whose logits the backward pass computes again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_WD: Tensor,
+        labels_T: Tensor,
+        begin: int,
+        group: dist.ProcessGroup,
+        rows: int,
+        softcap: float | None,
+    ) -> Tensor:
+        losses = []
+        for first in range(0, len(x_TD), rows):
+            here = slice(first, first + rows)
+            scores, _ = _capped_scores(x_TD[here], weight_WD, softcap)
+            losses.append(_softmax_(scores, labels_T[here], begin, group, 0.0)[1])
+        ctx.save_for_backward(x_TD, weight_WD, labels_T)
+        ctx.options = begin, group, rows, softcap
+        return -torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx: Any, factors_T: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_WD, labels_T = ctx.saved_tensors
+        begin, group, rows, softcap = ctx.options
+        dx_TD = torch.empty_like(x_TD)
+        dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32)
+        for first in range(0, len(x_TD), rows):
+            here = slice(first, first + rows)
+            scores, bent = _capped_scores(x_TD[here], weight_WD, softcap)
+            slope, _ = _softmax_(scores, labels_T[here], begin, group, 0.0)
+            slope.mul_(-factors_T[here].unsqueeze(1))
+            if bent is not None:
+                slope.mul_(1 - bent * bent)
+            slope = slope.to(x_TD.dtype)
+            torch.mm(slope, weight_WD, out=dx_TD[here])
+            dweight_WD += slope.T @ x_TD[here]
+        return dx_TD, dweight_WD.to(weight_WD.dtype), None, None, None, None, None
+
+
+def _capped_scores(x_TD: Tensor, weight_WD: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    scores = (x_TD @ weight_WD.T).float()
+    if softcap is None:
+        return scores, None
+    bent = torch.tanh(scores / softcap)
+    return softcap * bent, bent
+
+
+class _LogprobsOfLogits(torch.autograd.Function):
+    """The same for given logits."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_TW: Tensor, labels_T: Tensor, begin: int, group: dist.ProcessGroup) -> Tensor:
+        slope, losses = _softmax_(scores_TW.clone(), labels_T, begin, group, 0.0)
+        ctx.save_for_backward(slope)
+        return -losses
+
+    @staticmethod
+    def backward(ctx: Any, factors_T: Tensor) -> tuple[Tensor, None, None, None]:
+        (slope,) = ctx.saved_tensors
+        return slope * -factors_T.unsqueeze(1), None, None, None

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from headway.errors import RecipeError, suggest, what_is_wrong
 from headway.recipe.families import FAMILIES, MODEL_TYPES, families_with
+from headway.recipe.objective import KINDS
 from headway.recipe.schema import Recipe
 
 LIST_ALL = "headway recipe schema lists all"
@@ -272,6 +273,9 @@ def _explain(
         families = families_with(name) if section == "model" else []
         if families:
             hint = f"these families have it: {', '.join(families)} (model.family)"
+        kinds = [kind for kind, of in KINDS.items() if name in of.model_fields] if section == "objective" else []
+        if kinds:
+            hint = f"these objectives have it: {', '.join(kinds)} (objective.kind)"
         return RecipeError(f'{origin}: {section or "a recipe"} has no key "{name}"{elsewhere}', hint=hint)
     if first["type"] == "missing":
         key = {"data": "data.path"}.get(key, key)
@@ -290,6 +294,9 @@ def _explain(
         return RecipeError(
             f"{origin}: unknown model.family {name!r}", hint=from_folder or suggest(name, FAMILIES, LIST_ALL)
         )
+    if key == "objective.kind":
+        kind = str(first["input"])
+        return RecipeError(f"{origin}: unknown objective.kind {kind!r}", hint=suggest(kind, KINDS, LIST_ALL))
     itself = origin.startswith(f"--set {key}=")
     hint = f"{key} takes {allowed}" if allowed else LIST_ALL
     if itself and first["type"] == "string_type":
@@ -299,8 +306,8 @@ def _explain(
 
 
 def _field_path(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return the path of an invalid field, without the family tag of the model section."""
-    return (loc[0], *loc[2:]) if loc[:1] == ("model",) and len(loc) > 1 else loc
+    """Return the path of an invalid field, without the tag of a section that has several classes."""
+    return (loc[0], *loc[2:]) if loc[:1] in (("model",), ("objective",)) and len(loc) > 1 else loc
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str | None:

@@ -14,6 +14,7 @@ from headway.recipe.data import Data
 from headway.recipe.families import AnyModel
 from headway.recipe.families.llama import Llama
 from headway.recipe.lora import Lora
+from headway.recipe.objective import AnyObjective, Pretrain
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 from headway.recipe.train import Train
 
@@ -139,6 +140,8 @@ class Recipe(Section):
     """The decoder to train."""
     data: Data
     """The dataset to train on."""
+    objective: AnyObjective = Field(default_factory=Pretrain)
+    """What to minimize."""
     train: Train = Field(default_factory=Train)
     """How to train."""
     lora: Lora | None = None

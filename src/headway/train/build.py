@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from headway.models.custom import build_own
 from headway.models.lora import add_adapters, base_names, initial_adapter, is_adapter, read_adapters
 from headway.parallel import ParallelModel, World, parallelize_model
 from headway.parallel.layout import blocks_of, layout_of
+from headway.parallel.objective import Objective
 from headway.recipe import Assignment, Lora, Model, ModelLayout, Recipe
 from headway.state import OpenCheckpoint
 from headway.state.address import open_address
@@ -32,6 +34,7 @@ from headway.train.fault_injector import WorkerFaultInjector
 from headway.train.feed import DeviceFeed
 from headway.train.heartbeat_hooks import add_heartbeat_hooks
 from headway.train.meter import Meter, make_meter
+from headway.train.objectives import HostCounts, NextToken, make_objective
 from headway.train.optim import WeightEma, build_optimizer, freeze, lower, widen_gradients
 from headway.train.restore import restore
 from headway.train.stop import StopRequest
@@ -62,6 +65,7 @@ class Parts:
     feed: DeviceFeed
     corpus: Corpus
     reader: RowReader
+    objective: HostCounts
     held_out: np.ndarray
     """Held-out windows."""
     data_version: str
@@ -91,6 +95,7 @@ def build(
     corpus = open_corpus(recipe)
     reader = corpus.reader()
     loader = corpus.loader(reader, data.rank, data.size)
+    objective = make_objective(recipe.objective)
 
     run = RunFolder(Path(assignment.run))
     model = empty_model(recipe.model)
@@ -102,7 +107,8 @@ def build(
     freeze(model, recipe.train)
     if world.size > 1:
         check_ties(model, recipe.model.layout)
-    spread = parallelize_model(model, recipe, world, assignment.faults.mutations)
+    measures = None if isinstance(objective, NextToken) else cast(Objective, objective)
+    spread = parallelize_model(model, recipe, world, assignment.faults.mutations, measures)
     if world.data.size == 1 and spread.accumulates:
         widen_gradients(spread.model)
     if not recipe.compiles(world.device.type):
@@ -130,9 +136,10 @@ def build(
         held=held,
         optimizer=optimizer,
         average=average,
-        feed=DeviceFeed(loader, world.device),
+        feed=DeviceFeed(loader, world.device, objective),
         corpus=corpus,
         reader=reader,
+        objective=objective,
         held_out=corpus.held_out(recipe.eval.windows),
         data_version=corpus.version,
         recorder=recorder,

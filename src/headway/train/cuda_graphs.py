@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headway.models.experts import Experts
 from headway.parallel import ParallelModel, World
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe import Recipe
 
 WARM = 3
@@ -22,8 +23,8 @@ RECORDINGS = 8
 """Most shapes to capture; with more of them, every step may have its own."""
 SMALL_FLOPS = 2.4e12
 """FLOPs of a block's forward and backward pass: about 6 ms on an H200, whose host needs 2 to 2.5 ms to launch them."""
-Passes = Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
-_Shape = tuple[torch.Size, float]
+Passes = Callable[[DeviceBatch, SumScale], Tensor]
+_Shape = tuple[torch.Size, SumScale]
 
 
 def passes_of(spread: ParallelModel, recipe: Recipe, world: World) -> Passes:
@@ -68,27 +69,28 @@ class GraphedPasses:
         self._shape: _Shape | None = None
         self._passed = self._recorded = 0
 
-    def __call__(self, inputs: Tensor, labels: Tensor, scale: float, documents: Tensor | None = None) -> Tensor:
+    def __call__(self, batch: DeviceBatch, scale: SumScale) -> Tensor:
         """Run the passes. Gradients are left in `.grad`, which must be None before; the loss is valid until the next
         call."""
-        if (documents is not None and self._spread.documents) or self._recorded > RECORDINGS:
-            return self._spread.passes(inputs, labels, scale, documents)
-        if self._shape != (inputs.shape, scale):
-            self._shape, self._recording, self._passed = (inputs.shape, scale), None, 0
+        needs_more = (batch.documents is not None and self._spread.documents) or self._spread.head is not None
+        if needs_more or self._recorded > RECORDINGS:
+            return self._spread.passes(batch, scale)
+        if self._shape != (batch.inputs.shape, scale):
+            self._shape, self._recording, self._passed = (batch.inputs.shape, scale), None, 0
         if self._recording is None and self._passed == WARM:
-            self._recording = self._record(inputs, labels, scale)
+            self._recording = self._record(batch.inputs, batch.labels, scale)
         if self._recording is None:
             self._passed += 1
-            return self._spread.passes(inputs, labels, scale)
+            return self._spread.passes(batch, scale)
         recording = self._recording
-        recording.inputs.copy_(inputs)
-        recording.labels.copy_(labels)
+        recording.inputs.copy_(batch.inputs)
+        recording.labels.copy_(batch.labels)
         recording.graph.replay()
         for parameter, gradient in recording.gradients:
             parameter.grad = gradient
         return recording.loss
 
-    def _record(self, inputs: Tensor, labels: Tensor, scale: float) -> _Recording | None:
+    def _record(self, inputs: Tensor, labels: Tensor, scale: SumScale) -> _Recording | None:
         """Capture the passes of a shape; return None, and give up on capturing, if something cannot be captured."""
         self._recorded += 1
         parameters = list(self._spread.model.parameters())
@@ -98,7 +100,7 @@ class GraphedPasses:
         try:
             # Other threads continue meanwhile: they copy states to the host.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                loss = self._spread.passes(inputs, labels, scale)
+                loss = self._spread.passes(DeviceBatch(inputs, labels), scale)
         except RuntimeError as error:
             logging.getLogger(__name__).warning("cannot capture CUDA graphs: %s", str(error).splitlines()[0])
             self._recorded = RECORDINGS + 1

@@ -1,13 +1,17 @@
 """Evaluation: the loss on held-out windows, per dataset and overall."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.data.loader import Batch
 from headway.data.order import Ids
+from headway.parallel.objective import DeviceBatch
 from headway.train.build import Parts
+from headway.train.feed import on_device
 
 MASKED = -100
 
@@ -15,30 +19,36 @@ MASKED = -100
 def evaluate(parts: Parts, step: int) -> float:
     """Record the mean loss per token over the held-out windows, each evaluated by one data rank.
 
-    For a mixture, also record each dataset's mean and its epochs; with an EMA, also its mean.
+    For a mixture, also record each dataset's mean and its epochs; with an EMA, also its mean; an objective of several
+    sums has its other values recorded by name.
     """
-    world, spread, corpus = parts.world, parts.spread, parts.corpus
+    world, spread, corpus, names = parts.world, parts.spread, parts.corpus, parts.objective.names
     more = dict[str, Any]()
     with parts.recorder.span("evaluation"), torch.no_grad():
         parts.faults.reach("evaluation", step)
         spread.model.eval()
         totals = _totals(parts)
-        mean = _mean(totals.sum(dim=0))
+        mean = _loss(parts, totals.sum(dim=0))
         if parts.average is not None:
             with parts.average.standing_in():
-                more["loss_ema"] = _mean(_totals(parts).sum(dim=0))
+                more["loss_ema"] = _loss(parts, _totals(parts).sum(dim=0))
         spread.model.train()
     if world.first:
         if len(corpus.names) > 1:
             epochs = corpus.epochs(corpus.cursor_before(step + 1))
-            more["losses"] = {name: _mean(sums) for name, sums in zip(corpus.names, totals, strict=True) if sums[1] > 0}
+            more["losses"] = {
+                name: _loss(parts, sums) for name, sums in zip(corpus.names, totals, strict=True) if sums[1].any()
+            }
             more["epochs"] = dict(zip(corpus.names, epochs, strict=True))
+        if len(names) > 1:
+            sums, counts = totals.sum(dim=0)
+            more |= {name: float(sums[i] / counts[i]) for i, name in enumerate(names) if counts[i] and name != "loss"}
         parts.recorder.event("eval", step=step, loss=mean, **more)
     return mean
 
 
 def _totals(parts: Parts) -> Tensor:
-    """Return the summed loss and number of tokens of each dataset's held-out windows, over all workers."""
+    """Return the sums and counts [2, K] of each dataset's held-out windows, over all workers."""
     world = parts.world
     totals = torch.stack([_sums(parts, ids) for ids in parts.corpus.by_dataset(parts.held_out)])
     parts.spread.rest()
@@ -48,26 +58,40 @@ def _totals(parts: Parts) -> Tensor:
 
 
 def _sums(parts: Parts, ids: Ids) -> Tensor:
-    """Return the summed loss and number of tokens of this worker's share of these windows.
-
-    Sharded models gather weights collectively, so all workers make equally many forward passes: one without windows
-    repeats the first with all labels masked.
-    """
-    world, spread, data = parts.world, parts.spread, parts.world.data
-    rows = spread.evaluation_rows(max(1, len(ids)))
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for low in range(0, len(ids), rows * data.size):
-        local_ids = ids[low + rows * data.rank : low + rows * (data.rank + 1)]
-        batch = parts.reader.read(np.concatenate([local_ids, ids[:1].repeat(rows - len(local_ids))]))
-        labels = batch.labels.copy()
-        labels[len(local_ids) :] = MASKED
-        inputs = torch.from_numpy(batch.inputs).to(world.device)
-        documents = None if batch.documents is None else torch.from_numpy(batch.documents).to(world.device)
-        loss = spread.evaluate(inputs, torch.from_numpy(labels).to(world.device), documents)
+    """Return the sums and counts of this worker's share of these windows."""
+    objective = parts.objective
+    totals = torch.zeros(2, len(objective.names), dtype=torch.float64, device=parts.world.device)
+    for read, batch in local_rows(parts, ids):
+        totals[0] += parts.spread.evaluate(batch).double()
         parts.beat.mark()
-        totals += torch.stack([loss.double(), torch.tensor((labels != MASKED).sum(), device=world.device)])
+        totals[1] += torch.tensor(objective.counts(read), dtype=torch.float64, device=totals.device)
     return totals
 
 
-def _mean(sums: Tensor) -> float:
-    return float(sums[0] / sums[1].clamp(min=1))
+def local_rows(parts: Parts, ids: Ids) -> Iterator[tuple[Batch, DeviceBatch]]:
+    """Yield this worker's share of some windows, on the host and on the device.
+
+    Sharded models gather weights collectively, so all workers make equally many forward passes: one without windows
+    repeats the first with all labels masked, and with all columns 0.
+    """
+    world, data = parts.world, parts.world.data
+    rows = parts.spread.evaluation_rows(max(1, len(ids)))
+    for low in range(0, len(ids), rows * data.size):
+        local_ids = ids[low + rows * data.rank : low + rows * (data.rank + 1)]
+        read = parts.reader.read(np.concatenate([local_ids, ids[:1].repeat(rows - len(local_ids))]))
+        labels = read.labels.copy()
+        labels[len(local_ids) :] = MASKED
+        columns = {name: column.copy() for name, column in read.columns.items()}
+        for column in columns.values():
+            column[len(local_ids) :] = 0
+        read = read._replace(labels=labels, columns=columns, trained=int((labels != MASKED).sum()))
+        inputs = torch.from_numpy(read.inputs).to(world.device)
+        documents = None if read.documents is None else torch.from_numpy(read.documents).to(world.device)
+        present = on_device(columns, parts.objective.columns & columns.keys(), world.device)
+        yield read, DeviceBatch(inputs, torch.from_numpy(labels).to(world.device), documents, present)
+
+
+def _loss(parts: Parts, totals: Tensor) -> float:
+    """Return the loss of sums and counts [2, K]: the sum of its terms' means."""
+    sums, counts = totals[:, : parts.objective.terms]
+    return float((sums / counts.clamp(min=1)).sum())

@@ -5,6 +5,7 @@ pinning new memory for a GPU far more. A buffer is reused after `TURNS` steps, w
 `DeviceMeter.LAG`).
 """
 
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,20 +13,20 @@ import torch
 from torch import Tensor
 
 from headway.data import Loader
+from headway.parallel.objective import DeviceBatch
 from headway.train.meter import DeviceMeter
+from headway.train.objectives import HostCounts, NextToken
 
 TURNS = DeviceMeter.LAG + 2
 
 
-class DeviceBatch(NamedTuple):
-    """This worker's rows of one step."""
+class CountedBatch(NamedTuple):
+    """This worker's rows of one step, and the objective's counts of them."""
 
-    inputs: Tensor
-    labels: Tensor
+    batch: DeviceBatch
     trained: int
-    """Number of unmasked labels in these rows."""
-    documents: Tensor | None = None
-    """[rows, seq], int32: the document of each input within its row; None if attention does not use it."""
+    """Number of labels that are not masked."""
+    counts: tuple[float, ...]
 
 
 class _Buffer(NamedTuple):
@@ -41,8 +42,9 @@ class _Buffer(NamedTuple):
 class DeviceFeed:
     """Reads a step's rows and copies them to the device. A returned batch is valid for `TURNS` steps."""
 
-    def __init__(self, loader: Loader, device: torch.device) -> None:
+    def __init__(self, loader: Loader, device: torch.device, objective: HostCounts | None = None) -> None:
         self._loader, self._device = loader, device
+        self._objective = objective or NextToken()
         self.masks = loader.masks
         """Whether labels can be masked."""
         shape = (loader.rows[1] - loader.rows[0], loader.reader.seq + 1)
@@ -58,7 +60,7 @@ class DeviceFeed:
         numbers = None if documents is None else documents.numpy()
         return _Buffer(tokens.numpy(), tokens, tokens[:, :-1], tokens[:, 1:], documents, numbers)
 
-    def read(self, cursor: int, batch: int | None = None) -> DeviceBatch:
+    def read(self, cursor: int, batch: int | None = None) -> CountedBatch:
         """Return the batch that starts at sample `cursor`; `batch` is given if it is smaller than the largest."""
         self._turn = (self._turn + 1) % TURNS
         buffer = self._buffers[self._turn]
@@ -72,7 +74,14 @@ class DeviceFeed:
             documents = None if documents is None else documents.to(self._device, non_blocking=True)
         if self.masks:
             labels = torch.from_numpy(read.labels).to(self._device)
-        return DeviceBatch(inputs, labels, read.trained, documents)
+        columns = on_device(read.columns, self._objective.columns, self._device)
+        counts = self._objective.counts(read)
+        return CountedBatch(DeviceBatch(inputs, labels, documents, columns), read.trained, counts)
+
+
+def on_device(columns: Mapping[str, np.ndarray], names: Collection[str], device: torch.device) -> dict[str, Tensor]:
+    """Return some columns on the device."""
+    return {name: torch.from_numpy(columns[name]).to(device) for name in sorted(names)}
 
 
 def _part(buffer: _Buffer, rows: int) -> _Buffer:

@@ -6,13 +6,17 @@ result. The host never waits for the device to read a loss: results return throu
 chain and the record. A step is saved only after the numbers of every step up to it have returned and are fine.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from headway.data.order import after_skips
 from headway.models.experts import update_balance
 from headway.parallel import finish_gradients, total_norm
+from headway.parallel.objective import SumScale, loss_of
 from headway.recipe.assignment import SuspectElement
 from headway.state.tiers import tiers_at, tiers_at_end
 from headway.track import chain
@@ -56,12 +60,9 @@ def train(
         parts.faults.reach("data", step)
         batch = recipe.train.batch_at(step)
         cursor = after_skips(cursor, batch, recipe.data.skip)
-        inputs, labels, trained, documents = parts.feed.read(cursor, batch)
+        rows, *counted = parts.feed.read(cursor, batch)
         cursor += batch
-        if parts.feed.masks:
-            trained = int(world.sum(torch.tensor([trained]))) * world.data.size // world.size
-        else:
-            trained = batch * recipe.data.seq
+        counts = global_counts(parts, batch, *counted)
         meter.compute()
 
         # forward and backward, by microbatches or a pipeline schedule
@@ -70,9 +71,9 @@ def train(
         rate = learning_rate(recipe.train, step)
         set_step(optimizer.param_groups, step, rate)
         waited = None if early is None else saves.fence()
-        loss = passes(inputs, labels, 1 / max(1, trained), documents)
+        values = passes(rows, counts.scale)
         parts.faults.reach("collective", step, cursor - batch)
-        loss = parts.faults.spoil(loss, step)
+        values = parts.faults.spoil(values, step)
         beat.mark()
         finish_gradients(parameters, spread.missing)
 
@@ -91,12 +92,21 @@ def train(
 
         # record returned steps; requests to stop and to save are reduced with the loss, so that all workers agree
         beat.enter("record")
-        local_loss = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
         requests = [parts.stop.asked, saves.take_save_request(), saves.full()]
         totals = world.sum(
-            torch.cat([local_loss.reshape(1), torch.tensor(requests, dtype=torch.float64, device=world.device)])
+            torch.cat(
+                [*reported(parts, values), torch.tensor(requests, dtype=torch.float64, device=world.device)],
+            )
         )
-        note = {"step": step, "cursor": cursor, "lr": rate, "trained": trained, "waited": waited, "batch": batch}
+        note = {
+            "step": step,
+            "cursor": cursor,
+            "lr": rate,
+            "trained": counts.trained,
+            "waited": waited,
+            "batch": batch,
+            "counts": counts.sums,
+        }
         for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
             recorded, wanted = record(parts, watch, recorded, result, wanted)
         saves.tick()
@@ -149,7 +159,7 @@ def record(
     parts: Parts, watch: NumericsMonitor, before: RunProgress, result: MeasuredStep, wanted: StepRequests
 ) -> tuple[RunProgress, StepRequests]:
     """Record a step, extend the chain and return the workers' requests; raise BadNumbers for bad numerics."""
-    loss, stop, save, full, norm = result.values
+    loss, *metrics, stop, save, full, norm = result.values
     step, cursor, batch = (result.note[key] for key in ("step", "cursor", "batch"))
     after = RunProgress(step, cursor, chain.extend_chain(before.chain, step, cursor, loss, norm))
     times = {"at": result.end_ns, "step": step, "data": result.data_ns, "compute": result.compute_ns}
@@ -158,8 +168,9 @@ def record(
     if parts.world.first:
         tokens = batch * parts.recipe.data.seq
         counts = {"tokens": tokens} | ({"trained": result.note["trained"]} if parts.feed.masks else {})
-        metrics = {"loss": loss, "grad_norm": norm, "lr": result.note["lr"]}
-        parts.recorder.event("step", **times, **metrics, **counts, cursor=cursor, chain=after.chain)
+        named = named_metrics(parts.objective.names, metrics, result.note["counts"])
+        named |= {"loss": loss, "grad_norm": norm, "lr": result.note["lr"]}
+        parts.recorder.event("step", **times, **named, **counts, cursor=cursor, chain=after.chain)
     else:
         parts.recorder.event("step", **times)
     # A bad step is recorded too, for people to see. A later attempt starts before it and rolls it back.
@@ -167,6 +178,42 @@ def record(
     if bad is not None:
         raise BadNumbers(bad, cursor - batch, batch)
     return after, StepRequests(wanted.stop or stop > 0, wanted.save or save > 0, full > 0)
+
+
+class GlobalCounts(NamedTuple):
+    """What the sums of a step are divided by, over the global batch."""
+
+    sums: tuple[float, ...]
+    trained: int
+
+    @property
+    def scale(self) -> SumScale:
+        """The factors of the sums; those of nothing are 1."""
+        return SumScale(tuple(1 / (count or 1) for count in self.sums), 1 / max(1, self.trained))
+
+
+def global_counts(parts: Parts, batch: int, trained: int, counts: tuple[float, ...]) -> GlobalCounts:
+    """Return the counts over all workers from this one's; without masks they are known."""
+    world = parts.world
+    if not parts.feed.masks:
+        trained = batch * parts.recipe.data.seq
+        return GlobalCounts((trained,), trained)
+    total = world.sum(torch.tensor([trained, *counts], dtype=torch.float64)) * world.data.size / world.size
+    return GlobalCounts(tuple(total[1:].tolist()), round(float(total[0])))
+
+
+def reported(parts: Parts, values: Tensor) -> list[Tensor]:
+    """Return the loss and, if there are more sums than it, all of them; in float64, once per tensor axis."""
+    loss = loss_of(values, parts.spread.terms).double().reshape(1)
+    parts_of = [loss] if len(parts.objective.names) == 1 else [loss, values.double()]
+    if parts.world.axis("tensor").rank == 0:
+        return parts_of
+    return [torch.zeros_like(part) for part in parts_of]
+
+
+def named_metrics(names: Sequence[str], values: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+    """Return an objective's values by name, without those of nothing."""
+    return {name: value for name, value, count in zip(names, values, counts, strict=False) if count}
 
 
 def compare(parts: Parts, replicas: ReplicaChecker, step: int) -> None:

@@ -39,6 +39,7 @@ from headway.state.tensors import named_state, pieces
 from headway.track import chain
 from headway.train.build import Parts
 from headway.train.fail_together import fail_together
+from headway.train.loop import global_counts, reported
 
 ModulePosition = tuple[int, int]
 """Position of a module in the plain model: before (0), among (1) or after (2) its blocks, and its index there."""
@@ -79,15 +80,10 @@ def trial(parts: Parts, spec: ParityTrial) -> bool:
 def descend(parts: Parts, cursor: int) -> float:
     """Run forward and backward over one batch, as in `loop.train`; return the loss over all workers."""
     world, spread, recipe = parts.world, parts.spread, parts.recipe
-    inputs, labels, trained, documents = parts.feed.read(cursor)
-    if parts.feed.masks:
-        trained = int(world.sum(torch.tensor([trained]))) * world.data.size // world.size
-    else:
-        trained = recipe.train.batch * recipe.data.seq
-    loss = spread.passes(inputs, labels, 1 / max(1, trained), documents)
+    rows, *counted = parts.feed.read(cursor)
+    values = spread.passes(rows, global_counts(parts, recipe.train.batch, *counted).scale)
     finish_gradients(dict(spread.model.named_parameters()), spread.missing)
-    local_loss = loss.double() if world.axis("tensor").rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
-    return float(world.sum(local_loss))
+    return float(world.sum(reported(parts, values)[0]))
 
 
 def gradients(parts: Parts) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from headway.data.corpus import open_corpus
 from headway.parallel import ParallelModel, World, finish_gradients, make_mesh, parallelize_model, total_norm
+from headway.parallel.objective import SumScale
 from headway.recipe import FaultPlan, Parallel, Recipe
 from headway.state.tensors import ModelShare
 from headway.track import RunFolder
@@ -92,10 +93,10 @@ def train(peer: BaselineParts, record: TextIO) -> None:
     for step in range(first + 1, recipe.train.steps + 1):
         peer.faults.reach("start", step)
         peer.faults.reach("data", step)
-        inputs, labels, trained, documents = peer.feed.read((step - 1) * recipe.train.batch)
-        trained = int(world.sum(torch.tensor([trained])))
+        rows, trained, _ = peer.feed.read((step - 1) * recipe.train.batch)
+        scale = SumScale.per_label(int(world.sum(torch.tensor([trained]))))
         peer.faults.reach("compute", step)
-        loss = spread.passes(inputs, labels, 1 / max(1, trained), documents)
+        loss = spread.passes(rows, scale)
         peer.faults.reach("collective", step)
         finish_gradients(parameters, spread.missing)
         norm = total_norm(parameters, world, spread.borrowed)

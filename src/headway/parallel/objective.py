@@ -1,0 +1,103 @@
+"""What a pass needs of an objective, and the rows of a batch that it runs over.
+
+An objective turns the log-probabilities of labels into named sums. Each sum has a count, which depends on the batch
+alone and is known before the forward pass: a step's value is the sum over the global batch divided by the count over
+the global batch. So no split into microbatches or workers changes it. The first `terms` of them add up to the loss.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """This worker's rows of one step, or some of them."""
+
+    inputs: Tensor
+    """[rows, seq]"""
+    labels: Tensor
+    """[rows, seq]; IGNORED where nothing is predicted."""
+    documents: Tensor | None = None
+    """[rows, seq], int32: the document of each input within its row; None if attention does not use it."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """[rows, ...]: what else an objective needs, by name, such as values of each document of a row."""
+
+    def rows(self, low: int, high: int) -> "DeviceBatch":
+        """Return some of the rows."""
+        documents = None if self.documents is None else self.documents[low:high]
+        columns = {name: column[low:high] for name, column in self.columns.items()}
+        return DeviceBatch(self.inputs[low:high], self.labels[low:high], documents, columns)
+
+
+class Objective(Protocol):
+    """Per-token log-probabilities to named sums."""
+
+    names: tuple[str, ...]
+    """Of the sums, those that make up the loss first."""
+    terms: int
+    """How many of them make up the loss."""
+
+    def measure(self, logprobs_BL: Tensor, batch: DeviceBatch) -> Tensor:
+        """Return the sums [K] over these rows, differentiable; log-probabilities are 0 where labels are IGNORED."""
+        ...
+
+
+class SumScale(NamedTuple):
+    """Factors of a step's sums: one over their counts in the global batch."""
+
+    sums: tuple[float, ...]
+    tokens: float
+    """One over the number of labels, for the losses of routers."""
+
+    @classmethod
+    def per_label(cls, count: int) -> "SumScale":
+        """That of the plain summed loss over so many labels."""
+        return cls((1 / max(1, count),), 1 / max(1, count))
+
+    def of(self, sums: Tensor) -> Tensor:
+        """Return sums times their factors: a scalar for the plain summed loss."""
+        if sums.dim() == 0:
+            return sums * self.sums[0]
+        return sums * torch.tensor(self.sums, dtype=sums.dtype, device=sums.device)
+
+
+def loss_of(values: Tensor, terms: int) -> Tensor:
+    """Return the loss of scaled sums."""
+    return values if values.dim() == 0 else values[:terms].sum()
+
+
+def by_document(values_BL: Tensor, documents_BL: Tensor, width: int) -> Tensor:
+    """Return sums over the documents of each row, [B, width]; documents from `width` on (padding) are left out."""
+    sums = values_BL.new_zeros(len(values_BL), width + 1)
+    return sums.scatter_add(1, documents_BL.long().clamp(max=width), values_BL)[:, :width]
+
+
+class MeasureHead:
+    """Applies an objective after a model's last stage; or, while it collects, keeps documents' log-probabilities."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self._collected: list[Tensor] | None = None
+
+    def __call__(self, logprobs_BL: Tensor, batch: DeviceBatch) -> Tensor:
+        """Return the sums of some rows."""
+        if self._collected is None:
+            return self.objective.measure(logprobs_BL, batch)
+        assert batch.documents is not None, "only rows of documents are scored by document"
+        width = batch.columns["weight"].shape[1]
+        self._collected.append(by_document(logprobs_BL.detach(), batch.documents, width))
+        return logprobs_BL.new_zeros(len(self.objective.names))
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Tensor]]:
+        """Meanwhile, append the log-probabilities [rows, documents] of all rows that pass, without measuring them."""
+        self._collected = []
+        try:
+            yield self._collected
+        finally:
+            self._collected = None

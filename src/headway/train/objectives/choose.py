@@ -1,0 +1,44 @@
+"""The objective of a recipe."""
+
+from typing import Any, cast
+
+from headway.errors import ModelError
+from headway.models.custom import load_name
+from headway.recipe.objective import AnyObjective, CustomObjective, Dpo, Kto, Orpo, Pretrain, Sft, SimPo
+from headway.train.objectives.base import HostCounts, NextToken, WeightedTokens
+from headway.train.objectives.kto import KtoLoss
+from headway.train.objectives.preference import DpoLoss, OrpoLoss, SimPoLoss
+
+
+def make_objective(recipe: AnyObjective, weighted: bool = False) -> HostCounts:
+    """Return the objective of a recipe; `weighted`: whether some document's weight is not 1."""
+    match recipe:
+        case Pretrain():
+            return NextToken()
+        case Sft():
+            return WeightedTokens() if weighted else NextToken()
+        case Dpo():
+            return DpoLoss(recipe)
+        case Orpo():
+            return OrpoLoss(recipe)
+        case SimPo():
+            return SimPoLoss(recipe)
+        case Kto():
+            return KtoLoss(recipe)
+        case CustomObjective():
+            return _custom(recipe)
+
+
+def _custom(recipe: CustomObjective) -> HostCounts:
+    """Construct an objective of the user's own, and check that it has what the loop needs."""
+    cls = load_name(recipe.class_, "objective.class")
+    try:
+        objective: Any = cls(**recipe.args)
+    except Exception as error:
+        raise ModelError(f"{recipe.class_} cannot be built with objective.args: {error}") from error
+    missing = [name for name in ("names", "terms", "columns", "counts", "measure") if not hasattr(objective, name)]
+    if missing:
+        raise ModelError(
+            f"{recipe.class_} has no {missing[0]}", hint="an objective has names, terms, columns, counts and measure"
+        )
+    return cast(HostCounts, objective)

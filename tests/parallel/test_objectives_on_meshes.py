@@ -1,0 +1,129 @@
+"""A preference objective on meshes of two workers: sums, gradients and documents' scores of plain PyTorch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from headway.models import empty_decoder, init_weights, initial_weight
+from headway.parallel import finish_gradients, make_mesh, parallelize_model
+from headway.parallel.objective import DeviceBatch, SumScale
+from headway.recipe import Recipe
+from headway.recipe.load import parse_recipe
+from headway.recipe.objective import Dpo
+from headway.state.tensors import fill
+from headway.train.objectives import make_objective
+from processes import run_ranks
+
+VOCABULARY, ROWS, SEQ, WIDTH = 61, 4, 16, 4
+MESHES = {
+    "shard 2": {"shard": 2},
+    "tensor 2": {"tensor": 2, "shard": 1},
+    "pipeline 2": {"pipeline": 2, "shard": 1},
+}
+OBJECTIVE = Dpo(kind="dpo", beta=0.7)
+
+
+def make_recipe(mesh: dict[str, Any]) -> Recipe:
+    values = {
+        "model": {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_size": VOCABULARY},
+        "data": {"path": "nowhere", "seq": SEQ},
+        "train": {"batch": ROWS, "microbatch": 1},
+        "parallel": mesh,
+    }
+    return parse_recipe(values, {}, "test")
+
+
+def rows() -> DeviceBatch:
+    """Rows of two pairs; the last row has one, and padding."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, SEQ), generator=generator)
+    documents = (torch.arange(SEQ) // 4).expand(ROWS, SEQ).int().clone()
+    documents[-1, 8:] = 2
+    labels = tokens.roll(-1, dims=1).clone()
+    labels[:, 3::4] = -100
+    labels[:, 4] = -100
+    labels[-1, 8:] = -100
+    weight = torch.ones(ROWS, WIDTH)
+    weight[-1, 2:] = 0
+    reference = torch.randn(ROWS, WIDTH, generator=generator) - 12
+    return DeviceBatch(tokens, labels, documents, {"weight": weight, "reference": reference * (weight > 0)})
+
+
+PAIRS = 7
+
+
+def plain(recipe: Recipe) -> dict[str, torch.Tensor]:
+    model = empty_decoder(recipe.model)
+    init_weights(model, seed=0)
+    batch = rows()
+    scores = model(batch.inputs, documents=batch.documents).log_softmax(-1)
+    chosen = scores.gather(2, batch.labels.clamp(min=0).unsqueeze(2)).squeeze(2).where(batch.labels != -100, 0.0)
+    sums = torch.stack([(chosen * (batch.documents == d)).sum(dim=1) for d in range(WIDTH)], dim=1)
+    present = batch.columns["weight"] > 0
+    ratios = (sums - batch.columns["reference"]).where(present, 0.0)
+    margins = OBJECTIVE.beta * (ratios[:, ::2] - ratios[:, 1::2])
+    loss = -torch.nn.functional.logsigmoid(margins)[present[:, ::2]].sum() / PAIRS
+    loss.backward()
+    results = {name: parameter.grad for name, parameter in model.named_parameters()}
+    accuracy = (margins[present[:, ::2]] > 0).float().mean()
+    return results | {"loss": loss.detach(), "accuracy": accuracy, "scores": sums.where(present, 0.0).detach()}
+
+
+def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
+    world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
+    objective = make_objective(OBJECTIVE)
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world, objective=objective)
+    for name, parameter in spread.model.named_parameters():
+        fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
+    each = ROWS // world.data.size
+    mine = slice(each * world.data.rank, each * (world.data.rank + 1))
+    batch = rows().rows(mine.start, mine.stop)
+    with torch.no_grad():
+        scores = spread.document_logprobs(batch)
+        spread.rest()
+    values = spread.passes(batch, SumScale((1 / PAIRS,) * len(objective.names), 1.0))
+    parameters = dict(spread.model.named_parameters())
+    finish_gradients(parameters, spread.missing)
+    results = {}
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        results[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+    if world.axis("tensor").rank:
+        values = torch.zeros_like(values)
+    values = world.sum(values)
+    results |= {"loss": values[0], "accuracy": values[1]}
+    if scores is not None:
+        results[f"scores {mine.start}"] = scores
+    return results
+
+
+def stories(rank: int, workers: int, recipes: dict[str, Recipe]) -> dict[str, torch.Tensor]:
+    return {f"{name}|{key}": value for name, of in recipes.items() for key, value in story(rank, workers, of).items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict[str, torch.Tensor]]:
+    recipes = {name: make_recipe(mesh) for name, mesh in MESHES.items()}
+    return run_ranks(tmp_path_factory.mktemp("meshes"), 2, stories, recipes)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_sums_gradients_and_scores_equal_plain_pytorch(mesh: str, ranks) -> None:
+    truth = plain(make_recipe(MESHES[mesh]))
+    seen = set()
+    for results in ranks:
+        for key, value in results.items():
+            name = key.removeprefix(f"{mesh}|")
+            if name == key:
+                continue
+            seen.add(name.partition(" ")[0])
+            expected = truth[name.partition(" ")[0]]
+            if name.startswith("scores"):
+                first = int(name.split()[1])
+                expected = expected[first : first + len(value)]
+            torch.testing.assert_close(
+                value, expected, rtol=2e-4, atol=2e-6, msg=lambda text, key=key: f"{key}: {text}"
+            )
+    assert seen == truth.keys()
