@@ -16,6 +16,7 @@ from headway.models import empty_decoder, initial_weight
 from headway.models.lora import add_adapters, initial_adapter, is_adapter
 from headway.parallel import finish_gradients, make_mesh, parallelize_model, total_norm
 from headway.parallel.local_part import to_local
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe import Recipe
 from headway.recipe.lora import A, B, adapted_layers
 from headway.state.tensors import fill
@@ -108,7 +109,7 @@ def story(rank: int, workers: int, recipe: Recipe) -> Named:
     mine = slice(each * data.rank, each * (data.rank + 1))
     results = {}
     for step in range(STEPS):
-        loss = spread.passes(inputs[mine], labels[mine], 1 / trained, documents[mine])
+        loss = spread.passes(DeviceBatch(inputs[mine], labels[mine], documents[mine]), SumScale.per_label(trained))
         parameters = dict(spread.model.named_parameters())
         finish_gradients(parameters, spread.missing)
         results[f"{step}/loss"] = total(world, loss)
@@ -123,7 +124,7 @@ def story(rank: int, workers: int, recipe: Recipe) -> Named:
                     to_local(parameter).sub_(to_local(gradient), alpha=RATE)
                 parameter.grad = None
     with torch.no_grad():
-        results["evaluation"] = total(world, spread.evaluate(inputs[mine], labels[mine], documents[mine]))
+        results["evaluation"] = total(world, spread.evaluate(DeviceBatch(inputs[mine], labels[mine], documents[mine])))
         spread.rest()
     return results
 
