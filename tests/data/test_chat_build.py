@@ -253,3 +253,87 @@ def test_sharegpt_function_calls_are_tool_calls():
     assert conversation.tools == [{"name": "add"}]
     with pytest.raises(BadRow, match="function_call, but not JSON"):
         parse_row({"conversations": [{"from": "function_call", "value": "x"}]})
+
+
+class TestShow:
+    @pytest.fixture
+    def dataset(self, tmp_path, model):
+        rows = [{"prompt": "hi\tthere", "chosen": "yo", "rejected": "no " * 60, "weight": 0.5}] * 2
+        return str(build(tmp_path, model, rows).path)
+
+    def test_prints_each_message_with_what_is_trained_on(self, dataset):
+        result = CliRunner().invoke(app, ["show", dataset, "--chat", "1"])
+        assert result.exit_code == 0, result.output
+        lines = result.output.splitlines()
+        assert lines[:2] == ["sample 1 of 2, chosen: 31 tokens, 3 trained on", "conversation 1, weight 0.5"]
+        assert lines[2:6] == [
+            "     user  <|im_start|>user\\n",
+            "           hi\\tthere<|im_end|>\\n",
+            "           <|im_start|>assistant\\n",
+            "assistant +yo<|im_end|>",
+        ]
+        assert "sample 1 of 2, rejected: 209 tokens, 181 trained on" in lines
+        assert max(map(len, lines)) <= 80
+
+    def test_colour_marks_trained_tokens(self, dataset, monkeypatch):
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        result = CliRunner().invoke(app, ["show", dataset, "--chat", "0"])
+        assert "\x1b[32myo<|im_end|>" in result.output
+        assert "\x1b[2m<|im_start|>user\\n" in result.output
+
+    def test_json_has_ids_and_spans(self, dataset):
+        shown = json.loads(CliRunner().invoke(app, ["show", dataset, "--chat", "0", "--json"]).stdout)
+        chosen, rejected = shown["documents"]
+        assert [span["role"] for span in chosen["spans"]] == ["user", "assistant", "assistant"]
+        assert [span["trained"] for span in rejected["spans"]] == [False, True, False]
+        whole = "".join(span["text"] for span in chosen["spans"])
+        assert chosen["tokens"] == TOKENIZER.encode(whole).tolist()
+
+    def test_packing_is_shown(self, dataset):
+        assert "packing    1 row of 4,096 tokens, 88.3% padding" in CliRunner().invoke(app, ["show", dataset]).output
+        facts = json.loads(CliRunner().invoke(app, ["show", dataset, "--seq", "256", "--json"]).stdout)["packing"]
+        assert (facts["rows"], facts["seq"], facts["dropped"]) == (2, 256, 0)
+
+    def test_a_sample_that_is_not_there_is_named(self, dataset):
+        result = CliRunner().invoke(app, ["show", dataset, "--chat", "2"])
+        assert "there is no sample 2" in str(result.exception)
+
+
+def test_a_run_and_its_export_have_the_chat_template_and_end_at_its_turns(tmp_path, model):
+    """Prepared without starting a process: the base model's own end of text is another token."""
+    from headway.agent.launch.prepare import new_run
+    from headway.state.hf_sidecars import apply_sidecars
+
+    rows = [{"messages": [USER, {**ANSWER, "content": "a" * n}]} for n in range(1, 40)]
+    built = build(tmp_path, model, rows)
+    recipe = Recipe.model_validate({
+        "model": {"layers": 1, "dim": 16, "heads": 2},
+        "data": {"path": str(built.path), "seq": 64},
+        "train": {"epochs": 2, "batch": 2, "device": "cpu"},
+    })  # fmt: skip
+    attempt = new_run(recipe, tmp_path / "runs", workers=1)
+    run = attempt.folder
+    assert (run.companions / "chat_template.jinja").read_text() == CHATML
+    (tmp_path / "export").mkdir()
+    apply_sidecars(run.companions, tmp_path / "export", {})
+    assert (tmp_path / "export" / "chat_template.jinja").read_text() == CHATML
+    stored = json.loads(run.recipe_file.read_bytes())["train"]
+    corpus = open_corpus(recipe)
+    assert stored["steps"] == -(-2 * corpus.splits[0].training // 2)
+    assert "epochs" not in stored
+    assert any("padding" in note for note in attempt.notes)
+
+
+def test_the_end_of_a_turn_is_added_to_those_of_the_original(tmp_path, model):
+    from headway.state.hf_sidecars import save_chat_template
+
+    built = build(tmp_path, model, [{"messages": [USER, ANSWER]}])
+    folder = tmp_path / "companions"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"eos_token_id": 7}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    save_chat_template(built.path, folder, 5)
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [5, 7]
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [5, 7]

@@ -282,3 +282,24 @@ def test_mix_accepts_a_single_dataset(folders, recipe_file):
     facts = json.loads(mix(recipe_file, "--json", "--set", "data.holdout=0"))
     assert [(row["name"], row["samples"], row["epochs"]) for row in facts["data_sets"]] == [("a", 200, 200 / 33)]
     assert "shares from step" not in mix(recipe_file)
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1, 2.5])
+def test_epochs_are_the_fewest_steps_that_reach_them(folders, epochs):
+    more = {"batch_ramp": [[4, 8], [9, 12]]}
+    recipe = recipe_of({"path": folders["c"], "skip": [[10, 30]]}, epochs=epochs, **more)
+    corpus = open_corpus(recipe)
+    cursor, steps = 0, 0
+    while cursor < epochs * corpus.splits[0].training:
+        steps += 1
+        batch = recipe.train.batch_at(steps)
+        if cursor < 30 and cursor + batch > 10:
+            cursor = 30
+        cursor += batch
+    train = corpus.train()
+    assert train.steps == steps
+    assert train.epochs is None
+    assert train.warmup_steps == min(100, steps // 10)
+    mixed_corpus = open_corpus(recipe_of(mixed(folders, {"a": 1, "b": 1}), epochs=epochs))
+    total = sum(split.training for split in mixed_corpus.splits)
+    assert mixed_corpus.train().steps == -(-int(np.ceil(epochs * total)) // 4)

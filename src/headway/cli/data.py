@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from headway.cli.chat_view import chat_sample, packing_line, print_chat_sample
 from headway.cli.data_mix import print_mix
 from headway.cli.options import Json, Settings
 from headway.cli.progress import terminal_bars
@@ -29,8 +31,10 @@ from headway.data import (
 )
 from headway.data.build import RemoteEncoders
 from headway.data.chat_build import ChatOptions, build_chat_dataset
+from headway.data.packing import Packing, compute_packing
 from headway.data.tokenizer import limit_threads
 from headway.errors import UsageError
+from headway.recipe import Data
 
 app = typer.Typer(help="Build, inspect, verify and mix datasets.", no_args_is_help=True)
 
@@ -157,21 +161,39 @@ def _elsewhere(engine: str, tokenizer_engine: str) -> RemoteEncoders | None:
 def show_command(
     path: DataPath,
     samples: Annotated[int, typer.Option(min=0, help="Documents to preview.")] = 3,
+    chat: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Print chat sample N with what is trained on in colour.")
+    ] = None,
+    seq: Annotated[int, typer.Option(min=1, help="Of chats, show how they fill rows of so many tokens.")] = 4096,
     as_json: Json = False,
 ) -> None:
     """Show counts and the beginnings of a few documents."""
     dataset = open_dataset(path)
+    if chat is not None:
+        sample = chat_sample(dataset, chat)
+        print_json(sample) if as_json else print_chat_sample(sample)
+        return
     shown = list(_samples(dataset, samples))
+    packing = None
+    if dataset.manifest.chat is not None:
+        packing = compute_packing(dataset, Data(path=str(path), seq=seq, holdout=0, over_length="drop"))
     if as_json:
-        print_json({**_facts(path, dataset.manifest), "samples": shown})
+        rows = {} if packing is None else {"packing": _packing_facts(packing)}
+        print_json({**_facts(path, dataset.manifest), **rows, "samples": shown})
         return
     _print_facts(path, dataset.manifest)
+    if packing is not None and dataset.manifest.chat is not None:
+        print(f"packing    {packing_line(dataset.manifest.chat, packing)}")
     for sample in shown:
         print(f"\ndocument {sample['document']:,} ({sample['tokens']:,} tokens)")
         if sample["prompt"]:
             _print_text("prompt", sample["prompt"])
         _print_text("text" if sample["prompt"] else "", sample["text"])
     print(f"\nnext: headway train RECIPE --set data.path={shlex.quote(str(path))}")
+
+
+def _packing_facts(packing: Packing) -> dict[str, Any]:
+    return {"seq": packing.seq, "rows": packing.rows, "padding": packing.padding, **asdict(packing.counts)}
 
 
 @app.command("verify")

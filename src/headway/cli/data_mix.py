@@ -31,15 +31,15 @@ def print_mix(recipe: Path, settings: list[str], as_json: bool) -> None:
 
 
 def _facts(corpus: Corpus) -> dict[str, Any]:
-    recipe = corpus.recipe
-    end = corpus.cursor_before(recipe.train.steps + 1)
+    recipe, steps = corpus.recipe, corpus.train().steps
+    end = corpus.cursor_before(steps + 1)
     samples = dict(zip(corpus.names, corpus.samples(end), strict=True))
     epochs = dict(zip(corpus.names, corpus.epochs(end), strict=True))
     indices = {name: corpus.names.index(name) for name in recipe.data.parts}
     return {
         "recipe": recipe.name,
         "version": corpus.version,
-        "steps": recipe.train.steps,
+        "steps": steps,
         "seq": recipe.data.seq,
         "samples": end,
         "data_sets": [

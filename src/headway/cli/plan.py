@@ -23,6 +23,7 @@ from headway.cli.plan_view import explain_lines, next_lines, plan_lines, run_of,
 from headway.cli.progress import terminal_bars
 from headway.cli.text import print_json
 from headway.data import open_dataset
+from headway.data.corpus import open_corpus
 from headway.errors import UsageError
 from headway.hardware import (
     Ceilings,
@@ -51,7 +52,7 @@ from headway.plan.scaling import ScalingPoint, efficiency, parse_sweep, sweep
 from headway.plan.search import RankedPlan
 from headway.plan.settings import parse_mesh
 from headway.plan.task import SearchSpace
-from headway.recipe import Model, Recipe, load_recipe
+from headway.recipe import Model, Recipe, Train, load_recipe
 from headway.track import runs_root
 
 POOR = 0.25
@@ -351,7 +352,18 @@ def _resolved(recipe: Recipe) -> Recipe:
         model = resolve_model(model, runs_root(None))
     if model.vocab_size is None:
         model = _with_vocabulary(model, Path(next(iter(recipe.data.parts.values())).path))
-    return recipe.model_copy(update={"model": model})
+    return recipe.model_copy(update={"model": model, "train": _with_steps(recipe)})
+
+
+def _with_steps(recipe: Recipe) -> Train:
+    """Return the train section with the steps that its epochs are, if the data is there to count."""
+    train = recipe.train
+    if train.epochs is None:
+        return train
+    if all((Path(part.path) / "manifest.json").exists() for part in recipe.data.parts.values()):
+        return open_corpus(recipe).train()
+    print(f"note: the data is not built; assuming {train.steps:,} steps for {train.epochs:g} epochs", file=sys.stderr)
+    return train.with_steps(train.steps)
 
 
 def _with_vocabulary(model: Model, data: Path) -> Model:

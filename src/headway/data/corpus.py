@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +21,7 @@ from headway.data.steps import first_sample
 from headway.errors import DataError
 from headway.recipe import Recipe
 from headway.recipe.data import Data
+from headway.recipe.train import Train
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,33 @@ class Corpus:
             for name, part in data.mixture.items()
         }
         return data.model_copy(update={"mixture": parts, "version": self.version})
+
+    def train(self) -> Train:
+        """Return the recipe's train section with the steps that its epochs are."""
+        train = self.recipe.train
+        if train.epochs is None:
+            return train
+        samples = math.ceil(train.epochs * sum(split.training for split in self.splits))
+        steps = 1
+        while self.cursor_before(steps + 1) < samples:
+            steps *= 2
+        return train.with_steps(bisect_left(range(steps + 1), samples, lo=1, key=lambda n: self.cursor_before(n + 1)))
+
+    def notes(self) -> list[str]:
+        """Return what became of samples that are too long, and how much of the rows is padding."""
+        sentences = []
+        for name, packing in zip(self.names, self.packings, strict=False):
+            counts, seq = packing.counts, packing.seq
+            sentences.append(f"{name}: {packing.rows:,} rows of {seq:,} tokens, {packing.padding:.1%} padding")
+            for count, fate in (
+                (counts.dropped, f"longer than data.seq ({seq:,}) are left out"),
+                (counts.truncated, f"longer than data.seq ({seq:,}) lose their end"),
+                (counts.split, f"longer than data.seq ({seq:,}) are split"),
+                (counts.untrained, "without a token to train on are left out"),
+            ):
+                if count:
+                    sentences.append(f"{name}: {count:,} of {counts.samples:,} samples {fate}")
+        return sentences
 
     @property
     def vocab_size(self) -> int:

@@ -51,11 +51,23 @@ def _renamed(train: Any) -> Any:
     return {"recompute": {None: None, True: "full", False: "none"}.get(old, old), **train}
 
 
+def _without_steps(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a section that has epochs without what only steps can tell."""
+    if values.get("steps") is not None:
+        hint = "remove train.steps from the recipe, or add --set train.steps="
+        wrong = "steps and epochs exclude each other"
+        raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
+    unknown = ("steps", "warmup_steps", "decay_steps")
+    return {key: value for key, value in values.items() if value is not None or key not in unknown}
+
+
 class Train(Section):
     """How to train: length, batch, optimizer, precision."""
 
     steps: Positive = 1000
     """Optimizer updates in the whole run."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Length of the run in passes over the training data, instead of `steps`, which then follow when a run starts."""
     batch: Positive = 32
     """Sequences per step over all workers; never depends on the number of workers."""
     batch_ramp: Annotated[tuple[tuple[Positive, Positive], ...], AfterValidator(_check_ramp)] = ()
@@ -151,6 +163,8 @@ class Train(Section):
         """Fill in derived fields; leave invalid values for validation."""
         if not isinstance(values, dict):
             return values
+        if values.get("epochs") is not None:
+            return _renamed(_without_steps(values))
         values, steps = dict(values), values.get("steps", 1000)
         counts = steps if isinstance(steps, int) else 0
         derived: dict[str, Any] = {"warmup_steps": min(100, counts // 10)}
@@ -170,6 +184,21 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.epochs is None:
+            self._check_lengths()
+        for key, applies, choice in self._conditional_keys():
+            if not applies and getattr(self, key) != type(self).model_fields[key].default:
+                raise PydanticCustomError("at_key", "train.{key} has no effect with {of}", {"key": key, "of": choice})
+        if self.weights == "bfloat16" and self.dtype != "bfloat16":
+            raise ValueError('weights = "bfloat16" needs dtype = "bfloat16"')
+        if self.offload_optimizer and (name := self._not_offloaded):
+            raise ValueError(f"offload_optimizer needs float32 adamw, but {name}")
+        if self.update_in_backward and (why := self._why_not_in_backward):
+            raise ValueError(f"update_in_backward {why}")
+        return self
+
+    def _check_lengths(self) -> None:
+        """Check that the parts of the schedule fit into the steps."""
         if self.warmup_steps >= self.steps:
             wrong = f"warmup_steps ({self.warmup_steps}) must be less than steps ({self.steps})"
             raise PydanticCustomError(
@@ -182,16 +211,18 @@ class Train(Section):
             fits = self.warmup_steps + max(1, self.steps // 10) <= self.steps
             hint = self._shorter("decay_steps") if fits else self._shorter("warmup_steps", "decay_steps")
             raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
-        for key, applies, choice in self._conditional_keys():
-            if not applies and getattr(self, key) != type(self).model_fields[key].default:
-                raise PydanticCustomError("at_key", "train.{key} has no effect with {of}", {"key": key, "of": choice})
-        if self.weights == "bfloat16" and self.dtype != "bfloat16":
-            raise ValueError('weights = "bfloat16" needs dtype = "bfloat16"')
-        if self.offload_optimizer and (name := self._not_offloaded):
-            raise ValueError(f"offload_optimizer needs float32 adamw, but {name}")
-        if self.update_in_backward and (why := self._why_not_in_backward):
-            raise ValueError(f"update_in_backward {why}")
-        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unknown_steps(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize `epochs` or `steps`, whichever is set."""
+        values: dict[str, Any] = handler(self)
+        if self.epochs is None:
+            return {key: value for key, value in values.items() if key != "epochs"}
+        return _without_steps({key: value for key, value in values.items() if key != "steps"})
+
+    def with_steps(self, steps: int) -> "Train":
+        """Return the section with the steps that its epochs are, and what is derived from them."""
+        return Train.model_validate({**self.model_dump(exclude={"epochs"}), "epochs": None, "steps": steps})
 
     def _conditional_keys(self) -> list[tuple[str, bool, str]]:
         """Return keys that only some choices give a meaning: whether they apply, and the choice."""

@@ -8,6 +8,7 @@ from typing import Any
 
 CONFIG = "config.json"
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+CHAT_FILES = ("chat_template.jinja", "tokenizer_config.json")
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_BYTES = 16 << 20
 
@@ -27,11 +28,26 @@ def copy_sidecars(sidecars: Path, own_tokenizer: Path, into: Path, tokenizer: Pa
             shutil.copyfile(path, into / name)
 
 
+def save_chat_template(data: Path, into: Path, end_of_turn: int) -> None:
+    """Copy the chat template of a dataset, which replaces the original's, and note the token that ends a turn."""
+    into.mkdir(exist_ok=True)
+    for name in CHAT_FILES:
+        shutil.copyfile(data / name, into / name)
+    for name in (CONFIG, "generation_config.json"):
+        path = into / name
+        if path.is_file():
+            config = json.loads(path.read_bytes())
+            ends = config.get("eos_token_id")
+            known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+            if end_of_turn not in known:
+                config["eos_token_id"] = [end_of_turn, *known]
+                path.write_text(json.dumps(config, indent=2) + "\n")
+
+
 def apply_sidecars(sidecars: Path, into: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Copy sidecars into an export; return its config with what only the original folder knew."""
-    if not (sidecars / CONFIG).exists():
-        return config
-    original = json.loads((sidecars / CONFIG).read_bytes())
+    stored = sidecars / CONFIG
+    original = json.loads(stored.read_bytes()) if stored.exists() else {}
     copied = [name for name in TOKEN_FILES if (sidecars / name).exists()]
     for name in copied:
         shutil.copyfile(sidecars / name, into / name)

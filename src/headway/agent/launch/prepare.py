@@ -29,7 +29,7 @@ from headway.state import find_checkpoint, list_checkpoints
 from headway.state.address import is_in_store, open_address
 from headway.state.base_weights import base_digest, check_base
 from headway.state.hf_import import NO_DATA
-from headway.state.hf_sidecars import copy_sidecars, save_sidecars
+from headway.state.hf_sidecars import copy_sidecars, save_chat_template, save_sidecars
 from headway.state.peft import check_same_base, lora_of, read_adapter
 from headway.track import (
     RunFolder,
@@ -101,12 +101,19 @@ def new_run(
                 write_plan(run, planned.plan)
             _copy_data_facts(run, recipe.data)
             _copy_companions(run, recipe.model.init)
+            _copy_chat_template(run, recipe.data)
     except OSError as error:
         shutil.rmtree(run.path, ignore_errors=True)
         raise RunError(
             f"cannot write into {root}: {error.strerror}", hint="free some space, or name another folder with --runs"
         ) from None
-    notes = [*store_notes, *(branch.notes if branch else []), *planned.notes, *idle_settings(recipe, available, count)]
+    notes = [
+        *store_notes,
+        *open_corpus(recipe).notes(),
+        *(branch.notes if branch else []),
+        *planned.notes,
+        *idle_settings(recipe, available, count),
+    ]
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
         notes.append("run headway check: a wrong model.layout is silent")
@@ -333,9 +340,9 @@ def resolve_lora(recipe: Recipe) -> Recipe:
 
 
 def pin_data(recipe: Recipe) -> tuple[Recipe, int]:
-    """Check the data and pin its version in the recipe; return the recipe and the vocabulary size."""
+    """Check the data and pin its version and the steps in the recipe; return the recipe and the vocabulary size."""
     corpus = open_corpus(recipe)
-    return recipe.model_copy(update={"data": corpus.pinned()}), corpus.vocab_size
+    return recipe.model_copy(update={"data": corpus.pinned(), "train": corpus.train()}), corpus.vocab_size
 
 
 def _same_data(recipe: Recipe, run: RunFolder) -> Recipe:
@@ -373,6 +380,14 @@ def _copy_companions(run: RunFolder, init: str | None) -> None:
     source = RunFolder(Path(init).parent.parent)
     if source.companions.is_dir() and source.tokenizer_file.is_file():
         copy_sidecars(source.companions, source.tokenizer_file, run.companions, run.tokenizer_file)
+
+
+def _copy_chat_template(run: RunFolder, data: Data) -> None:
+    """Copy the chat template of the data into the run folder, so that a server and an export have it."""
+    folder = Path(next(iter(data.parts.values())).path)
+    manifest = from_json((folder / MANIFEST).read_bytes())
+    if manifest.get("chat"):
+        save_chat_template(folder, run.companions, manifest["end_of_text"])
 
 
 def resolve_model(model: Model, root: Path) -> Model:
