@@ -31,10 +31,10 @@ def chat_dataset(folder, kind, seed, conversations=30, first=1):
     samples = []
     for number in range(conversations):
         weight, desirable = rng.choice([1.0, 0.5, 2.0]), rng.random() < 0.5 or kind != "labelled"
-        units = 1 if kind == "pairs" else rng.choice([1, 1, 2])
+        units = 1 if kind != "chat" else rng.choice([1, 1, 2])
         for _ in range(units):
             unit = []
-            for _ in range(2 if kind == "pairs" else 1):
+            for _ in range(1 if kind == "chat" else 2):
                 spans, position = [], 0
                 for _ in range(rng.randint(1, 3)):
                     for role, trained in ((2, False), (ASSISTANT, True)):
@@ -63,7 +63,7 @@ def data_of(dataset, **more):
 
 def expected_rows(samples, kind, seq, over_length, loss_on):
     """(sample, inputs, labels) of all parts that must be in rows, by definition."""
-    width = 2 if kind == "pairs" else 1
+    width = 1 if kind == "chat" else 2
     expected = []
     for start in range(0, len(samples), width):
         unit = samples[start : start + width]
@@ -99,7 +99,7 @@ def counted_tokens(samples, number, kind, loss_on):
     spans = [span for span in sample.spans if span[3]]
     if loss_on == "last":
         following = samples[number + 1].conversation if number + 1 < len(samples) else None
-        if kind != "pairs" and following == sample.conversation:
+        if kind == "chat" and following == sample.conversation:
             return set()
         spans = spans[-1:]
     return {position for low, high, _, _ in spans for position in range(low, high)}

@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import numpy as np
 import pytest
 from chat_models import CHATML, DROPS_REASONING, TRIMS_AND_REFUSES_SYSTEM, byte_tokenizer, write_model_folder
 from typer.testing import CliRunner
@@ -55,7 +56,6 @@ def documents(path):
         ({"conversations": [USER, ANSWER], "system": "be"}, ["s:be u:hi a:yo"]),
         ({"prompt": "hi", "completion": "yo"}, ["u:hi a:yo"]),
         ({"prompt": [USER], "completion": [ANSWER]}, ["u:hi a:yo"]),
-        ({"prompt": "hi", "completion": "yo", "label": True}, ["u:hi a:yo"]),
         ({"prompt": "hi", "chosen": "yo", "rejected": "no"}, ["u:hi a:yo", "u:hi a:no"]),
         ({"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "x"}]}, ["u:hi a:yo", "u:hi a:x"]),
         ({"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "x"}]},
@@ -71,7 +71,7 @@ def test_formats_of_rows(tmp_path, model, row, texts):
         assert text == CHATML_TEMPLATE.render(
             [{"role": names[name], "content": content} for name, content in turns], add_generation_prompt=False
         )
-    assert dataset.manifest.chat.kind == ("pairs" if len(texts) == 2 else "labelled" if "label" in row else "chat")
+    assert dataset.manifest.chat.kind == ("pairs" if len(texts) == 2 else "chat")
     assert dataset.manifest.end_of_text == TOKENIZER.raw.token_to_id("<|im_end|>")
     for number in range(len(texts)):
         prompt = dataset.document(number).prompt
@@ -133,6 +133,23 @@ def test_samples_of_one_conversation_have_its_number_and_its_columns(tmp_path):
     assert samples["weight"].tolist() == [2, 1, 1]
     assert "hm" in texts[1]
     assert "hm" not in texts[2]
+
+
+def test_labelled_answers_alternate_with_the_answer_of_another_row_to_the_same_prompt(tmp_path, model):
+    rows = [{"prompt": f"p{n}", "completion": f"c{n}", "label": n % 2 == 0} for n in range(3)]
+    rows.append({"messages": [USER, ANSWER, {**USER, "content": "p3"}, {**ANSWER, "content": "c3"}], "label": False})
+    dataset, texts = documents(build(tmp_path, model, rows).path)
+    assert dataset.manifest.chat.kind == "labelled"
+    answers = [text.split("assistant\n")[-1].split("<")[0] for text in texts]
+    assert answers == ["c0", "c1", "c1", "c0", "c2", "c1", "c3", "c2"]
+    prompts = [text.split("user\n")[-1].split("<")[0] for text in texts]
+    assert prompts == ["p0", "p0", "p1", "p1", "p2", "p2", "p3", "p3"]
+    (samples,) = dataset.samples
+    assert samples["desirable"].tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+    assert samples["conversation"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [sum(span[3] for span in spans) for spans in np.split(dataset.spans[0], samples["spans_end"][:-1])] == [
+        1
+    ] * 8
 
 
 def test_spans_name_the_roles(tmp_path, model):

@@ -48,7 +48,7 @@ def test_rows_hold_every_sample_once_with_its_labels(tmp_path, kind, over_length
     dataset, samples = chat_dataset(tmp_path / "chats", kind, seed=3)
     seq = 40
     data = data_of(dataset, seq=seq, holdout=0.25, over_length=over_length, loss_on=loss_on)
-    if kind == "pairs" and over_length == "split":
+    if kind != "chat" and over_length == "split":
         with pytest.raises(DataError, match="cannot be split"):
             compute_packing(dataset, data)
         return
@@ -74,7 +74,8 @@ def test_rows_hold_every_sample_once_with_its_labels(tmp_path, kind, over_length
             if kind == "labelled":
                 assert batch.columns["desirable"][row, number] == samples[sample].desirable
         assert (batch.labels[row][batch.inputs[row] == 0] == MASKED).all()
-        if kind == "pairs":  # chosen and rejected are neighbours
+        assert batch.columns["weight"].shape[1] % 2 == 0
+        if kind != "chat":  # chosen and rejected are neighbours
             assert all(a[0] + 1 == b[0] and a[0] % 2 == 0 for a, b in zip(in_row[::2], in_row[1::2], strict=True))
         held = {samples[sample].conversation in kept_out for sample, _, _ in in_row}
         assert held == {row < packing.held_out}

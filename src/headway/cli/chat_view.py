@@ -17,11 +17,11 @@ _LABEL = 11
 
 
 def chat_sample(dataset: Dataset, number: int) -> dict[str, Any]:
-    """Return a sample with its documents: two of a pair, else one."""
+    """Return a sample with its documents: two of a pair or a labelled answer, else one."""
     chat = dataset.manifest.chat
     if chat is None:
         raise UsageError(f"{dataset.path} holds text, not chats", hint="leave out --chat")
-    width = 2 if chat.kind == "pairs" else 1
+    width = chat.width
     count = dataset.manifest.documents // width
     if not 0 <= number < count:
         raise UsageError(f"there is no sample {number}", hint=f"0 to {count - 1}")
@@ -65,7 +65,8 @@ def print_chat_sample(sample: dict[str, Any]) -> None:
     for index, document in enumerate(sample["documents"]):
         kind = ("chosen", "rejected")[index] if sample["kind"] == "pairs" else ""
         if sample["kind"] == "labelled":
-            kind = "desirable" if document["desirable"] else "undesirable"
+            label = "desirable" if document["desirable"] else "undesirable"
+            kind = (label, "with another row's answer")[index]
         console.print(
             f"sample {sample['sample']:,} of {sample['of']:,}"
             + (f", {kind}" if kind else "")
@@ -98,8 +99,7 @@ def packing_line(chat: ChatFacts, packing: Any) -> str:
     """Return how samples fill rows, in one line."""
     counts = packing.counts
     unit = "pair" if chat.kind == "pairs" else "sample"
-    width = 2 if chat.kind == "pairs" else 1
     line = f"{plural(packing.rows, 'row')} of {packing.seq:,} tokens, {packing.padding:.1%} padding"
     if counts.dropped:
-        line += f"; {plural(counts.dropped // width, unit)} longer than that"
+        line += f"; {plural(counts.dropped // chat.width, unit)} longer than that"
     return line

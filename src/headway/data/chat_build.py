@@ -27,7 +27,7 @@ from headway.data.build import (
     refuse_foreign,
     tiktoken_encoder,
 )
-from headway.data.chat_rows import ROW_KEYS, BadRow, ChatRow, parse_row
+from headway.data.chat_rows import ROW_KEYS, BadRow, ChatRow, parse_row, with_other_answers
 from headway.data.chat_template import (
     SETTINGS_FILE,
     TEMPLATE_FILE,
@@ -244,7 +244,12 @@ class _Build:
         """Yield the samples of all rows."""
         with ThreadPoolExecutor(1) as pool:
             pending = deque[Future[list[tuple[_Row, list[list[EncodedSample]]]]]]()
+            before: ChatRow | None = None
             while batch := list(islice(rows, BATCH_ROWS)):
+                if batch[0].row.kind == "labelled":
+                    answered = with_other_answers([entry.row for entry in batch], before)
+                    before = batch[-1].row
+                    batch = [entry._replace(row=row) for entry, row in zip(batch, answered, strict=True)]
                 rendered = list(self._render(batch))
                 pending.append(pool.submit(self._encode, rendered))
                 if len(pending) > 1:
@@ -274,7 +279,7 @@ class _Build:
 
     def _finish(self, batch: list[tuple[_Row, list[list[EncodedSample]]]]) -> Iterator[_Unit]:
         for entry, conversations in batch:
-            reason = _why_unusable(conversations)
+            reason = _why_unusable(conversations, entry.row.kind)
             if reason is not None:
                 _refuse(entry.where, reason, self.reading, self.skip)
                 continue
@@ -286,7 +291,7 @@ class _Build:
             self.conversations += 1
 
 
-def _why_unusable(conversations: list[list[EncodedSample]]) -> str | None:
+def _why_unusable(conversations: list[list[EncodedSample]], kind: str) -> str | None:
     """Return why encoded conversations cannot be trained on."""
     for samples in conversations:
         for sample in samples:
@@ -296,7 +301,7 @@ def _why_unusable(conversations: list[list[EncodedSample]]) -> str | None:
         if any(len(samples) != 1 for samples in conversations):
             return "the answers have several turns, which this template does not write as one text"
         chosen, rejected = (np.concatenate(samples[0].ids) for samples in conversations)
-        if np.array_equal(chosen, rejected):
+        if kind == "pairs" and np.array_equal(chosen, rejected):
             return "chosen and rejected have equal tokens"
     return None
 

@@ -70,8 +70,27 @@ def parse_row(row: Mapping[str, Any]) -> ChatRow:
     label = row.get("label")
     if label is not None and not isinstance(label, bool):
         raise BadRow(f"label is {label!r}, not true or false")
+    if label is not None and not context:  # the label is that of the last answer
+        context = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     conversation = Conversation(_checked(messages), context, tools, arguments)
     return ChatRow("chat" if label is None else "labelled", (conversation,), weight, label is not False)
+
+
+def with_other_answers(rows: list[ChatRow], before: ChatRow | None) -> list[ChatRow]:
+    """Give each labelled row a second conversation: its prompt with the answer of the row before it.
+
+    KTO measures on these how far the model has moved. The first row of all takes the next one's answer.
+    """
+    others = [before or (rows[1] if len(rows) > 1 else rows[0]), *rows[:-1]]
+    return [
+        row._replace(conversations=(row.conversations[0], _answered(row.conversations[0], other.conversations[0])))
+        for row, other in zip(rows, others, strict=True)
+    ]
+
+
+def _answered(prompt: Conversation, other: Conversation) -> Conversation:
+    answer = other.messages[other.context :]
+    return prompt._replace(messages=prompt.messages[: prompt.context] + answer)
 
 
 def _conversation(row: Mapping[str, Any]) -> tuple[list[Message], int]:

@@ -51,7 +51,8 @@ class ChatFacts:
     """What format 2 adds to a dataset."""
 
     kind: str
-    """`chat`, `pairs` (chosen and rejected documents alternate) or `labelled`."""
+    """`chat`, `pairs` (a chosen and a rejected document alternate) or `labelled` (an answer and the same prompt with
+    the answer of another row alternate)."""
     conversations: int
     trained_tokens: int
     """Tokens of the turns that can be trained on."""
@@ -60,6 +61,11 @@ class ChatFacts:
     template: DataFile
     settings: DataFile
     """The tokenizer_config.json that names the template's special tokens."""
+
+    @property
+    def width(self) -> int:
+        """Documents of a sample, which are neighbours."""
+        return 1 if self.kind == "chat" else 2
 
     def shards(self) -> list[tuple[DataFile, DataFile]]:
         """Return (spans file, samples file) of each shard, in order."""

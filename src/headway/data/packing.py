@@ -75,9 +75,9 @@ class Packing:
 
     @property
     def most_documents(self) -> int:
-        """Documents in a row at most, padding included."""
-        sizes = np.diff(self.ends, prepend=0)
-        return int(sizes.max(initial=0)) + 1
+        """Documents in a row at most, padding included; even, so that documents can be taken in pairs."""
+        most = int(np.diff(self.ends, prepend=0).max(initial=0)) + 1
+        return most + most % 2
 
     def split(self, key: str) -> Split:
         """Return the division into held-out and training rows."""
@@ -101,7 +101,7 @@ def compute_packing(dataset: Dataset, data: Data) -> Packing:
     """Pack the samples of a dataset; raise DataError if no row is left to train on."""
     chat = dataset.manifest.chat
     assert chat is not None, "only chats are packed"
-    width = 2 if chat.kind == "pairs" else 1
+    width = chat.width
     spans, all_lengths = trained_spans(dataset, data.loss_on), _lengths(dataset)
     units, counts = _fitted(all_lengths, spans, width, data)
     split = split_windows(chat.conversations, data.holdout, dataset.version)
@@ -161,7 +161,7 @@ def trained_spans(dataset: Dataset, loss_on: str) -> TrainedSpans:
         numbers = np.flatnonzero(chosen)
         chosen = np.zeros_like(chosen)
         chosen[numbers[np.diff(document[numbers], append=documents) > 0]] = True
-        if chat.kind != "pairs":  # of several samples of a conversation, the last one has the last turn
+        if chat.width == 1:  # of several samples of a conversation, the last one has the last turn
             last = np.diff(_conversations(dataset), append=chat.conversations) > 0
             chosen &= last[document]
     first = np.searchsorted(document[chosen], np.arange(documents + 1))
@@ -191,7 +191,8 @@ def _fitted(lengths: Ids, spans: TrainedSpans, width: int, data: Data) -> tuple[
         truncated = too_long
     elif width == 2:
         raise DataError(
-            "a pair of answers cannot be split", hint="set data.over_length to drop or truncate, or raise data.seq"
+            "two answers that belong together cannot be split",
+            hint="set data.over_length to drop or truncate, or raise data.seq",
         )
     else:
         pieces = -(-ends[:, 0] // data.seq)
