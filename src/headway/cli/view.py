@@ -166,7 +166,13 @@ class LiveStatus:
         if self.trouble is not None:
             return "(numbers follow when the folder works again)"
         parts = []
-        for key, form in (("loss", "loss {:.4f}"), ("grad_norm", "norm {:.2f}"), ("lr", "lr {:.2e}")):
+        for key, form in (
+            ("loss", "loss {:.4f}"),
+            ("accuracy", "accuracy {:.0%}"),
+            ("margin", "margin {:.2f}"),
+            ("grad_norm", "norm {:.2f}"),
+            ("lr", "lr {:.2e}"),
+        ):
             if key in self.last:
                 value = self.last[key]
                 parts.append(f"{key} not finite" if value is None else form.format(value))

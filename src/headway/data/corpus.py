@@ -23,6 +23,16 @@ from headway.recipe import Recipe
 from headway.recipe.data import Data
 from headway.recipe.train import Train
 
+SAMPLES = {
+    "pretrain": ("text",),
+    "sft": ("chat", "text"),
+    "dpo": ("pairs",),
+    "orpo": ("pairs",),
+    "simpo": ("pairs",),
+    "kto": ("labelled",),
+}
+"""The kinds of samples that an objective takes, by `objective.kind`; one of your own takes any."""
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -82,6 +92,13 @@ class Corpus:
     def vocab_size(self) -> int:
         """One more than the largest token id."""
         return self.datasets[0].manifest.vocab_size
+
+    @property
+    def weighted(self) -> bool:
+        """Whether some sample's weight is not 1."""
+        return bool(self.packings) and any(
+            (shard["weight"] != 1).any() for dataset in self.datasets for shard in dataset.samples
+        )
 
     def reader(self) -> RowReader:
         """Return a reader of all windows, with the masking and document numbers of the recipe."""
@@ -152,7 +169,7 @@ def open_corpus(recipe: Recipe) -> Corpus:
     _check_tokenizers(by_name)
     names = tuple(sorted(by_name, key=lambda name: by_name[name].version))
     datasets = tuple(by_name[name] for name in names)
-    packings = _pack(by_name, names, data)
+    packings = _pack(by_name, names, recipe)
     if packings:
         splits = tuple(packing.split(by_name[name].version) for name, packing in zip(names, packings, strict=True))
     else:
@@ -162,8 +179,21 @@ def open_corpus(recipe: Recipe) -> Corpus:
     return _mix(recipe, names, datasets, splits, packings)
 
 
-def _pack(datasets: Mapping[str, Dataset], names: Sequence[str], data: Data) -> tuple[Packing, ...]:
+def _check_kind(objective: str, name: str, kind: str) -> None:
+    """Raise DataError if an objective needs samples of another kind."""
+    needed = SAMPLES.get(objective)
+    if needed is None or kind in needed:
+        return
+    others = [other for other, kinds in SAMPLES.items() if kind in kinds]
+    raise DataError(
+        f"objective {objective} needs samples of {needed[0]}, and {name} is {kind}",
+        hint=f"--set objective.kind={others[0]}, or build it from {needed[0]}: docs/guides/chat-data.md",
+    )
+
+
+def _pack(datasets: Mapping[str, Dataset], names: Sequence[str], recipe: Recipe) -> tuple[Packing, ...]:
     """Return the packings of chats; none for text."""
+    data = recipe.data
     kinds = {name: "text" if (chat := datasets[name].manifest.chat) is None else chat.kind for name in names}
     first = names[0]
     other = next((name for name in names if kinds[name] != kinds[first]), None)
@@ -172,6 +202,7 @@ def _pack(datasets: Mapping[str, Dataset], names: Sequence[str], data: Data) -> 
             f"{first} is {kinds[first]} and {other} is {kinds[other]}",
             hint="mix datasets of one kind, or train in turn",
         )
+    _check_kind(recipe.objective.kind, first, kinds[first])
     if kinds[first] == "text":
         return ()
     if not data.within_documents:

@@ -1,9 +1,10 @@
 """Builds the parts of a training run, complete before the loop starts."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -31,10 +32,18 @@ from headway.track.heartbeat import HeartbeatWriter
 from headway.train.custom_init import initial_weights, load_buffers
 from headway.train.fail_together import fail_together
 from headway.train.fault_injector import WorkerFaultInjector
-from headway.train.feed import DeviceFeed
+from headway.train.feed import DeviceFeed, local_rows
 from headway.train.heartbeat_hooks import add_heartbeat_hooks
 from headway.train.meter import Meter, make_meter
 from headway.train.objectives import HostCounts, NextToken, make_objective
+from headway.train.objectives.preference import REFERENCE
+from headway.train.objectives.reference import (
+    WithReference,
+    column_file,
+    score_samples,
+    store_reference,
+    stored_reference,
+)
 from headway.train.optim import WeightEma, build_optimizer, freeze, lower, widen_gradients
 from headway.train.restore import restore
 from headway.train.stop import StopRequest
@@ -94,8 +103,7 @@ def build(
 
     corpus = open_corpus(recipe)
     reader = corpus.reader()
-    loader = corpus.loader(reader, data.rank, data.size)
-    objective = make_objective(recipe.objective)
+    objective = make_objective(recipe.objective, corpus.weighted)
 
     run = RunFolder(Path(assignment.run))
     model = empty_model(recipe.model)
@@ -121,6 +129,12 @@ def build(
             buffer.zero_()  # it was uninitialized memory
     if state is None or base:  # the state of a run with adapters has only those
         draw_weights(spread.model, recipe, held, run)
+    if REFERENCE in objective.columns:
+        beat.enter("evaluate")
+        with recorder.span("evaluation"):
+            drawn = state is None or bool(base)
+            first_weights = None if drawn else partial(draw_weights, spread.model, recipe, held, run)
+            reader = WithReference(reader, reference_column(recipe, corpus, spread, world, beat.mark, first_weights))
     optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
     average = WeightEma(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None
     start = RunProgress(0, 0, chain.START)
@@ -136,7 +150,7 @@ def build(
         held=held,
         optimizer=optimizer,
         average=average,
-        feed=DeviceFeed(loader, world.device, objective),
+        feed=DeviceFeed(corpus.loader(reader, data.rank, data.size), world.device, objective),
         corpus=corpus,
         reader=reader,
         objective=objective,
@@ -149,6 +163,32 @@ def build(
         stop=stop,
         start=start,
     )
+
+
+def reference_column(
+    recipe: Recipe,
+    corpus: Corpus,
+    spread: ParallelModel,
+    world: World,
+    mark: Callable[[], None],
+    draw: Callable[[], None] | None,
+) -> np.ndarray:
+    """Return the reference's log-probability of each sample, stored beside the data or computed from the initial
+    weights; `draw` sets those, None if the model has them."""
+    samples = sum(dataset.manifest.documents for dataset in corpus.datasets)
+    file = column_file(recipe, corpus)
+    stored = stored_reference(file, samples)
+    if not world.any(stored is None):
+        assert stored is not None
+        return stored
+    if draw is not None:
+        draw()
+    reader = corpus.reader()
+    rows = local_rows(reader, spread, world, np.arange(reader.windows), ("weight",))
+    values_S = score_samples(spread, world, rows, samples, mark)
+    if world.first:
+        store_reference(file, values_S)
+    return values_S
 
 
 def empty_model(model: Model) -> nn.Module:

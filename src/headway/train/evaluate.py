@@ -1,19 +1,13 @@
 """Evaluation: the loss on held-out windows, per dataset and overall."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from headway.data.loader import Batch
 from headway.data.order import Ids
-from headway.parallel.objective import DeviceBatch
 from headway.train.build import Parts
-from headway.train.feed import on_device
-
-MASKED = -100
+from headway.train.feed import local_rows
 
 
 def evaluate(parts: Parts, step: int) -> float:
@@ -61,34 +55,12 @@ def _sums(parts: Parts, ids: Ids) -> Tensor:
     """Return the sums and counts of this worker's share of these windows."""
     objective = parts.objective
     totals = torch.zeros(2, len(objective.names), dtype=torch.float64, device=parts.world.device)
-    for read, batch in local_rows(parts, ids):
+    rows = local_rows(parts.reader, parts.spread, parts.world, ids, objective.columns)
+    for read, batch in rows:
         totals[0] += parts.spread.evaluate(batch).double()
         parts.beat.mark()
         totals[1] += torch.tensor(objective.counts(read), dtype=torch.float64, device=totals.device)
     return totals
-
-
-def local_rows(parts: Parts, ids: Ids) -> Iterator[tuple[Batch, DeviceBatch]]:
-    """Yield this worker's share of some windows, on the host and on the device.
-
-    Sharded models gather weights collectively, so all workers make equally many forward passes: one without windows
-    repeats the first with all labels masked, and with all columns 0.
-    """
-    world, data = parts.world, parts.world.data
-    rows = parts.spread.evaluation_rows(max(1, len(ids)))
-    for low in range(0, len(ids), rows * data.size):
-        local_ids = ids[low + rows * data.rank : low + rows * (data.rank + 1)]
-        read = parts.reader.read(np.concatenate([local_ids, ids[:1].repeat(rows - len(local_ids))]))
-        labels = read.labels.copy()
-        labels[len(local_ids) :] = MASKED
-        columns = {name: column.copy() for name, column in read.columns.items()}
-        for column in columns.values():
-            column[len(local_ids) :] = 0
-        read = read._replace(labels=labels, columns=columns, trained=int((labels != MASKED).sum()))
-        inputs = torch.from_numpy(read.inputs).to(world.device)
-        documents = None if read.documents is None else torch.from_numpy(read.documents).to(world.device)
-        present = on_device(columns, parts.objective.columns & columns.keys(), world.device)
-        yield read, DeviceBatch(inputs, torch.from_numpy(labels).to(world.device), documents, present)
 
 
 def _loss(parts: Parts, totals: Tensor) -> float:

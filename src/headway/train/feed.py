@@ -5,7 +5,7 @@ pinning new memory for a GPU far more. A buffer is reused after `TURNS` steps, w
 `DeviceMeter.LAG`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from headway.data import Loader
+from headway.data.loader import MASKED, Batch, RowReader
+from headway.data.order import Ids
+from headway.parallel import ParallelModel, World
 from headway.parallel.objective import DeviceBatch
 from headway.train.meter import DeviceMeter
 from headway.train.objectives import HostCounts, NextToken
@@ -77,6 +80,30 @@ class DeviceFeed:
         columns = on_device(read.columns, self._objective.columns, self._device)
         counts = self._objective.counts(read)
         return CountedBatch(DeviceBatch(inputs, labels, documents, columns), read.trained, counts)
+
+
+def local_rows(
+    reader: RowReader, spread: ParallelModel, world: World, ids: Ids, columns: Collection[str]
+) -> Iterator[tuple[Batch, DeviceBatch]]:
+    """Yield this worker's share of some windows, for passes without gradients: on the host and on the device.
+
+    Sharded models gather weights collectively, so all workers make equally many forward passes: one without windows
+    repeats the first with all labels masked, and with all columns 0.
+    """
+    data = world.data
+    rows = spread.evaluation_rows(max(1, len(ids)))
+    for low in range(0, len(ids), rows * data.size):
+        local_ids = ids[low + rows * data.rank : low + rows * (data.rank + 1)]
+        read = reader.read(np.concatenate([local_ids, ids[:1].repeat(rows - len(local_ids))]))
+        labels = read.labels.copy()
+        labels[len(local_ids) :] = MASKED
+        own_columns = {name: column.copy() for name, column in read.columns.items()}
+        for column in own_columns.values():
+            column[len(local_ids) :] = 0
+        read = read._replace(labels=labels, columns=own_columns, trained=int((labels != MASKED).sum()))
+        inputs, masked = (torch.from_numpy(ids_BL).to(world.device) for ids_BL in (read.inputs, labels))
+        documents = None if read.documents is None else torch.from_numpy(read.documents).to(world.device)
+        yield read, DeviceBatch(inputs, masked, documents, on_device(own_columns, columns, world.device))
 
 
 def on_device(columns: Mapping[str, np.ndarray], names: Collection[str], device: torch.device) -> dict[str, Tensor]:
