@@ -209,7 +209,8 @@ def test_corpus_reads_packed_rows_and_mixes_datasets(tmp_path, model):
         rows = [{"messages": [USER, {**ANSWER, "content": name * n}]} for n in range(1, 30)]
         file = write_rows(tmp_path / f"{name}.jsonl", rows)
         build_chat_dataset(tmp_path / name, [file], ChatOptions(model))
-    single = Recipe.model_validate({"data": {"path": str(tmp_path / "a"), "seq": 256}, "train": {"batch": 2}})
+    sft = {"objective": {"kind": "sft"}}
+    single = Recipe.model_validate({**sft, "data": {"path": str(tmp_path / "a"), "seq": 256}, "train": {"batch": 2}})
     corpus = open_corpus(single)
     reader = corpus.reader()
     batch = corpus.loader(reader).read(0)
@@ -224,7 +225,7 @@ def test_corpus_reads_packed_rows_and_mixes_datasets(tmp_path, model):
     assert held_out
     assert held_out.isdisjoint(set.union(*map(samples_of, trained)))
     mixture = {"mixture": {name: {"path": str(tmp_path / name), "weight": 1} for name in "ab"}, "seq": 256}
-    mixed = open_corpus(Recipe.model_validate({"data": mixture, "train": {"batch": 4}}))
+    mixed = open_corpus(Recipe.model_validate({**sft, "data": mixture, "train": {"batch": 4}}))
     batch = mixed.loader(mixed.reader()).read(0)
     letters = [{chr(t) for t in b"ab" if TOKENIZER.raw.token_to_id(chr(t)) in row} for row in batch.labels]
     assert sorted(map(sorted, letters)) == [["a"], ["a"], ["b"], ["b"]]
@@ -327,6 +328,7 @@ def test_a_run_and_its_export_have_the_chat_template_and_end_at_its_turns(tmp_pa
     built = build(tmp_path, model, rows)
     recipe = Recipe.model_validate({
         "model": {"layers": 1, "dim": 16, "heads": 2},
+        "objective": {"kind": "sft"},
         "data": {"path": str(built.path), "seq": 64},
         "train": {"epochs": 2, "batch": 2, "device": "cpu"},
     })  # fmt: skip
@@ -354,3 +356,14 @@ def test_the_end_of_a_turn_is_added_to_those_of_the_original(tmp_path, model):
     save_chat_template(built.path, folder, 5)
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [5, 7]
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [5, 7]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint"), [("pretrain", "--set objective.kind=sft"), ("dpo", "--set objective.kind=sft")]
+)
+def test_an_objective_refuses_samples_of_another_kind(tmp_path, model, kind, hint):
+    built = build(tmp_path, model, [{"messages": [USER, {**ANSWER, "content": "a" * n}]} for n in range(1, 40)])
+    recipe = Recipe.model_validate({"objective": {"kind": kind}, "data": {"path": str(built.path), "seq": 64}})
+    with pytest.raises(DataError, match="is chat") as error:
+        open_corpus(recipe)
+    assert hint in error.value.hint
