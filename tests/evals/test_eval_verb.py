@@ -166,7 +166,7 @@ def test_results_are_recorded_in_the_run(
     steps, values = read_metric(run, "sums/math")
     assert (steps.tolist(), values.tolist()) == ([10, 20], [0.75, 0.6])  # the last of step 20
     report = CliRunner().invoke(app, ["report", "demo"]).output
-    assert re.search(r"evaluations:\n +step task +metric .*\n +10 sums +math +75.0 %", report)
+    assert re.search(r"evaluations:\n +step task +metric .*\n +20 sums +math +60.0 %", report)
     document = json.loads(CliRunner().invoke(app, ["report", "demo", "--json"]).output)
     assert [entry["step"] for entry in document["evaluations"]] == [10, 20]
 

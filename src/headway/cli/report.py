@@ -109,9 +109,9 @@ def _unreadable(records: list[Record]) -> list[str]:
 
 
 def _evaluations(folder: RunFolder) -> list[str]:
-    """Return a table of the last `headway eval` of each task and step."""
-    evaluations = latest_evaluations(folder)
-    return ["evaluations:", *evaluation_table(evaluations, steps=True)] if evaluations else []
+    """Return a table of each task at the last step that was evaluated; `headway metrics` has all steps."""
+    last = {evaluation.task: evaluation for evaluation in latest_evaluations(folder)}
+    return ["evaluations:", *evaluation_table(list(last.values()), steps=True)] if last else []
 
 
 class _Replicas(NamedTuple):
