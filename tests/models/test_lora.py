@@ -160,7 +160,7 @@ def test_experts_are_refused_as_targets() -> None:
     [
         ({"model": {}}, r"model\.init is not set"),
         ({"train": {"freeze": ["embed.*"]}}, r"train\.freeze has no effect"),
-        ({"lora": {"dropout": 0.1}}, r"lora\.dropout is 0\.1, but only 0 is supported"),
+        ({"lora": {"dropout": 0.1}}, r"lora: dropout is 0\.1, but only 0 is supported"),
         ({"lora": {"quantize": "nf4"}, "parallel": {"tensor": 2}}, "replicate and shard axes only"),
     ],
 )

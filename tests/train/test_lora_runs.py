@@ -3,6 +3,7 @@
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,8 +37,16 @@ def base(tmp_path_factory) -> Path:
     return make_base(tmp_path_factory.mktemp("base") / "folder", seed=3)
 
 
-def make_base(folder: Path, seed: int) -> Path:
-    model = Model(**MODEL)
+@pytest.fixture
+def quantized(tmp_path) -> dict[str, Any]:
+    """Settings of a quantized base, whose layers are as wide as blocks of NF4."""
+    sizes = {"dim": 64}
+    folder = make_base(tmp_path / "wide", seed=4, **sizes)
+    return {"model.init": str(folder), "model.dim": 64, "lora.quantize": "nf4"}
+
+
+def make_base(folder: Path, seed: int, **sizes: int) -> Path:
+    model = Model(**MODEL | sizes)
     decoder = empty_decoder(model)
     init_weights(decoder, seed)
     write_folder(folder, model, decoder.state_dict())
@@ -106,9 +115,36 @@ def test_training_continues_from_exported_adapters(lab, lora_recipe, base, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"tensor": 2, "shard": 1}], ids=str)
-def test_killed_and_resumed_run_ends_with_equal_bits(lab, lora_recipe, mesh) -> None:
-    settings = {f"parallel.{key}": value for key, value in mesh.items()}
+@pytest.mark.parametrize("settings", [{"parallel.shard": 2}, {"parallel.tensor": 2, "parallel.shard": 1}], ids=str)
+def test_bfloat16_base_keeps_float32_adapters(lab, lora_recipe, settings) -> None:
+    half = {"train.dtype": "bfloat16", "train.weights": "bfloat16", "train.recompute": "selective"}
+    alone, spread = lab.train(lora_recipe(half)), lab.train(lora_recipe(half | settings), workers=None)
+    losses = [[event["loss"] for event in result.events("step")] for result in (alone, spread)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    checkpoint = open_checkpoint(find_checkpoint(spread.run.checkpoints))
+    assert {entry.dtype for entry in checkpoint.manifest.tensors.values()} == {"float32"}
+
+
+@pytest.mark.slow
+def test_quantized_base_has_the_losses_of_one_worker_on_replicas_and_shards(lab, lora_recipe, quantized) -> None:
+    losses = {}
+    for mesh in ({}, {"shard": 2}, {"replicate": 2, "shard": 1}):
+        settings = quantized | {f"parallel.{key}": value for key, value in mesh.items()}
+        result = lab.train(lora_recipe(settings), workers=None if mesh else 1)
+        assert result.outcome.state == "finished", result.outcome
+        losses[str(mesh)] = [event["loss"] for event in result.events("step")]
+    assert losses["{'shard': 2}"] == pytest.approx(losses["{}"], rel=1e-4)
+    assert losses["{'replicate': 2, 'shard': 1}"] == pytest.approx(losses["{}"], rel=1e-4)
+    full = lab.train(lora_recipe(quantized | {"lora.quantize": None})).events("step")
+    assert losses["{}"][0] == pytest.approx(full[0]["loss"], rel=0.05)
+    assert losses["{}"][0] != full[0]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"tensor": 2, "shard": 1}, {"shard": 2, "nf4": 1}], ids=str)
+def test_killed_and_resumed_run_ends_with_equal_bits(lab, lora_recipe, quantized, mesh) -> None:
+    settings = {f"parallel.{key}": value for key, value in mesh.items() if key != "nf4"}
+    settings |= quantized if "nf4" in mesh else {}
     workers = None if mesh else 1
     unharmed = lab.train(lora_recipe(settings), workers=workers)
     assert unharmed.outcome.state == "finished", unharmed.outcome

@@ -96,6 +96,8 @@ def _follow(running: ModelProcess, json: bool) -> None:
 def _print_start(facts: dict[str, Any]) -> None:
     cache = f"KV cache of {facts['cache_tokens']:,} tokens" if facts["cached"] else "no KV cache: slow"
     print(f"{facts['model']}  {_count(facts['parameters'])} parameters, {facts['dtype']} on {facts['device']}, {cache}")
+    if facts["adapters"]:
+        print(f"adapters: {', '.join(facts['adapters'])}")
     chat = "" if facts["chat"] else "; no chat template: completions only"
     print(f"listening on {facts['listening']}   (OpenAI API; /metrics, /health{chat})", flush=True)
 

@@ -44,7 +44,7 @@ def stored_weights(folder: Path, model: Model) -> dict[str, Tensor]:
         mapped |= dict(_open(file, model))
     same = {form.headway_names[0]: form.name for form in model.hf_tensors() if form.form == "same"}
     stored = folders.stored_weights(folder, model)
-    return {name: mapped[same[name]] if name in same else _read(weight) for name, weight in stored.items()}
+    return {name: mapped[same[name]] if name in same else read_weight(weight) for name, weight in stored.items()}
 
 
 def write_folder(
@@ -89,8 +89,8 @@ def _weight(tensor: Tensor) -> LazyWeight:
     return LazyWeight(dtype, tuple(tensor.shape), partial(_block, tensor))
 
 
-def _read(weight: LazyWeight) -> Tensor:
-    """A tensor in memory."""
+def read_weight(weight: LazyWeight) -> Tensor:
+    """Return a weight as a tensor in memory."""
     joined = bytearray(b"".join(bytes(block) for block in weight.blocks()))
     return torch.frombuffer(joined, dtype=getattr(torch, weight.dtype)).view(weight.shape)
 

@@ -11,47 +11,95 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from headway.errors import ModelError
 from headway.models.decoder import Decoder
 from headway.models.experts import BiasBalance
 from headway.models.layers import Linear
+from headway.models.nf4 import BLOCK, nf4_linear, quantize
 from headway.recipe import Lora, Model
 from headway.recipe.lora import A, B, adapted_layers
 from headway.state.peft import read_adapter
 
+CODES, SCALES = "weight_codes", "weight_scales"
+"""Buffers of a quantized layer, in place of its weight."""
+
+
+class Nf4Linear(Linear):
+    """A frozen linear layer whose weight is in NF4."""
+
+    weight_codes: Tensor
+    weight_scales: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        return nf4_linear(x, self.weight_codes, self.weight_scales, self.bias)
+
 
 class LoraLinear(Linear):
-    """A linear layer with a low-rank adapter."""
+    """A linear layer with a low-rank adapter; its weight may be in NF4."""
 
     lora_a: nn.Parameter
     """[r, in]."""
     lora_b: nn.Parameter
     """[out, r]."""
+    weight_codes: Tensor | None
+    weight_scales: Tensor
     scale: float
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the base's weight and the adapter."""
-        y = super().forward(x)
+        if self.weight_codes is None:
+            y = super().forward(x)
+        else:
+            y = nf4_linear(x, self.weight_codes, self.weight_scales, self.bias)
         # adapters are float32, and products are in the precision of the base
         low = nn.functional.linear(x, self.lora_a.to(x.dtype))
         return y + nn.functional.linear(low * self.scale, self.lora_b.to(x.dtype))
 
 
 def add_adapters(model: Decoder, lora: Lora) -> None:
-    """Freeze a decoder, and add float32 adapters to its target layers."""
+    """Freeze a decoder on the meta device, quantize its layers if asked to, and add float32 adapters to the targets."""
     model.requires_grad_(False)
     modules = dict(model.named_modules())
+    if lora.quantize is not None:
+        for name in adapted_layers(model.model):
+            _quantize(name, modules[name])
     for name in adapted_layers(model.model, lora.targets):
         layer = modules[name]
-        assert type(layer) is Linear, f"{name} is a {type(layer).__name__}"
-        place = layer.weight.device
+        assert type(layer) in (Linear, Nf4Linear), f"{name} is a {type(layer).__name__}"
+        assert isinstance(layer, Linear)
+        place = next(model.parameters()).device
         layer.lora_a = nn.Parameter(torch.empty(lora.rank, layer.in_features, device=place))
         layer.lora_b = nn.Parameter(torch.empty(layer.out_features, lora.rank, device=place))
+        if lora.quantize is None:
+            layer.register_buffer(CODES, None)
         layer.__class__ = LoraLinear
         assert isinstance(layer, LoraLinear)
         layer.scale = lora.scale
     for module in modules.values():
         if isinstance(module, BiasBalance):
             module.rate = 0.0  # part of the base
+
+
+def _quantize(name: str, layer: nn.Module) -> None:
+    """Give a linear layer empty NF4 buffers in place of its weight; FSDP leaves buffers on every worker."""
+    assert type(layer) is Linear, f"{name} is a {type(layer).__name__}"
+    outputs, inputs, place = layer.out_features, layer.in_features, layer.weight.device
+    if inputs % BLOCK:
+        wrong = f"lora.quantize: {name} has {inputs} inputs, which is no multiple of {BLOCK}"
+        raise ModelError(wrong, hint="leave lora.quantize out")
+    del layer.weight
+    layer.register_buffer(CODES, torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=place))
+    layer.register_buffer(SCALES, torch.empty(outputs, inputs // BLOCK, device=place))
+    layer.__class__ = Nf4Linear
+
+
+@torch.no_grad()
+def fill_quantized(layer: nn.Module, weight: Tensor) -> None:
+    """Quantize a weight into a layer's buffers, on the layer's device."""
+    codes, scales = layer.get_buffer(CODES), layer.get_buffer(SCALES)
+    for buffer, value in zip((codes, scales), quantize(weight.to(codes.device)), strict=True):
+        buffer.copy_(value)
 
 
 def is_adapter(name: str) -> bool:

@@ -55,7 +55,7 @@ class Lora(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.dropout:
-            raise ValueError(f"lora.dropout is {self.dropout:g}, but only 0 is supported: leave it out")
+            raise ValueError(f"dropout is {self.dropout:g}, but only 0 is supported: leave it out")
         return self
 
     def starting_from(self, stored: Mapping[str, Any]) -> "Lora":

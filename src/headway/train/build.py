@@ -19,13 +19,23 @@ from headway.errors import ModelError
 from headway.kernels.dispatch import make_plain
 from headway.models import empty_decoder, initial_weight, stored_weights
 from headway.models.custom import build_own
-from headway.models.lora import add_adapters, base_names, initial_adapter, is_adapter, read_adapters
+from headway.models.huggingface import read_weight
+from headway.models.lora import (
+    CODES,
+    add_adapters,
+    base_names,
+    fill_quantized,
+    initial_adapter,
+    is_adapter,
+    read_adapters,
+)
 from headway.parallel import ParallelModel, World, parallelize_model
 from headway.parallel.layout import blocks_of, layout_of
 from headway.parallel.objective import Objective
 from headway.recipe import Assignment, Lora, Model, ModelLayout, Recipe
 from headway.state import OpenCheckpoint
 from headway.state.address import open_address
+from headway.state.base_weights import base_weights
 from headway.state.tensors import ModelShare, fill, load_base, load_weights
 from headway.track import Recorder, RunFolder, chain
 from headway.track.heartbeat import HeartbeatWriter
@@ -216,6 +226,9 @@ def draw_weights(model: nn.Module, recipe: Recipe, held: ModelShare, run: RunFol
     init = recipe.model.init
     if recipe.lora is not None:
         draw_adapters(model, recipe, recipe.lora)
+    if recipe.lora is not None and recipe.lora.quantize is not None:
+        draw_quantized(model, recipe.model)
+        return
     if recipe.lora is not None and init is not None and not (Path(init) / "config.json").exists():
         load_base(open_address(init), model, held)
         return
@@ -242,6 +255,19 @@ def draw_adapters(model: nn.Module, recipe: Recipe, lora: Lora) -> None:
         if is_adapter(name):
             drawn = stored[name] if stored else initial_adapter(name, tuple(parameter.shape), recipe.seed)
             fill(name, parameter, drawn)
+
+
+def draw_quantized(model: nn.Module, description: Model) -> None:
+    """Load the base of adapters, one tensor at a time, and quantize the layers that are to be."""
+    assert description.init is not None, "adapters have a base"
+    stored = base_weights(description.init, description)
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    for name, weight in stored.items():
+        layer = name.removesuffix(".weight")
+        if name in tensors:
+            fill(name, tensors[name], read_weight(weight))
+        elif f"{layer}.{CODES}" in tensors:
+            fill_quantized(model.get_submodule(layer), read_weight(weight))
 
 
 def draw_all(parameters: Mapping[str, nn.Parameter], recipe: Recipe) -> None:

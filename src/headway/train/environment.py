@@ -73,10 +73,12 @@ def record_facts(parts: Parts) -> None:
 def model_facts(recipe: Recipe) -> dict[str, Any]:
     """Return a decoder's FLOPs per token."""
     arch = recipe.model.architecture()
+    # A frozen base has no gradients of weights, a third of what its matrices take.
+    frozen = flops_per_token(arch, 0) / 3 if recipe.lora is not None else 0
     return {
         "parameters": parameters(arch),
-        "flops_per_token": flops_per_token(arch, recipe.data.seq),
-        "flops_per_token_full_attention": flops_per_token_full_attention(arch, recipe.data.seq),
+        "flops_per_token": flops_per_token(arch, recipe.data.seq) - frozen,
+        "flops_per_token_full_attention": flops_per_token_full_attention(arch, recipe.data.seq) - frozen,
     }
 
 

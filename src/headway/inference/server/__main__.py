@@ -132,6 +132,7 @@ def _facts(service: EngineService, name: str, listener: socket.socket) -> dict[s
         "cache_tokens": engine.pool.count * engine.pool.size,
         "max_model_len": engine.model.max_length,
         "chat": loaded.chat_template is not None,
+        "adapters": [] if loaded.adapters is None else list(loaded.adapters.names),
     }
 
 
