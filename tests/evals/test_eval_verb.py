@@ -213,5 +213,24 @@ def stage_hint(stage: Stage, words: str) -> str:
     return str(getattr(result.exception, "hint", result.output))
 
 
-def test_tasks_of_one_name_are_refused(stage: Stage) -> None:
-    assert "two tasks are called 'sums'" in stage.eval("good --tasks sums.jsonl,sums.jsonl")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("good --tasks sums.jsonl,sums.jsonl", "two tasks are called 'sums'"),
+        ("good --tasks sums.jsonl --samples 4 --temperature 0", "all outputs of sums are equal at temperature 0"),
+        ("good --tasks sums.jsonl --top-p 0", "--top-p 0 leaves nothing to sample from"),
+        ("good --tasks sums.jsonl --out no/o.jsonl", "cannot write no/o.jsonl"),
+        ("good --tasks sums.jsonl --out good", "cannot write good"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_a_model_is_loaded(stage: Stage, words: str, message: str) -> None:
+    assert message in stage.eval(words)
+    assert stage.asked == []
+
+
+def test_models_of_one_name_are_called_as_they_were_typed(stage: Stage) -> None:
+    for parent in ("a", "b/bad"):
+        (stage.root / parent / "model").mkdir(parents=True)
+        (stage.root / parent / "model" / "config.json").write_text("{}")
+    text = " ".join(stage.eval("--compare a/model b/bad/model --tasks sums.jsonl").split())
+    assert "a/model is better than b/bad/model, significant" in text

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.data.tokenizer import train_tokenizer
-from headway.errors import DataError, RequestError
+from headway.errors import DataError, ModelError, RequestError
 from headway.inference import LLM, EngineOptions, LoadedModel
 from headway.inference.evaluate import AskedTask, EvaluateRequest, encode_pair, evaluate, rolling_windows
 from headway.models import empty_decoder, init_weights
@@ -158,6 +158,19 @@ def test_chat_needs_a_template(tiny: LoadedModel, ask: Any, monkeypatch: pytest.
     with pytest.raises(DataError, match="f line 1: tiny has no chat template") as refused:
         ask("generate", {"messages": [{"role": "user", "content": "x"}]})
     assert refused.value.hint == "use --no-chat, or chat = false in the task"
+
+
+def test_damaged_weights_are_named(tiny: LoadedModel, ask: Any) -> None:
+    weight = next(tiny.module.parameters())
+    before = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+        with pytest.raises(ModelError, match="f line 1: the model's log-likelihood is not a number"):
+            ask("perplexity", {"prompt": "def"})
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
 
 
 def test_a_model_without_tokenizer_is_refused(tiny: LoadedModel, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     data = write(tmp_path / "d.jsonl", {"question": "?", "answer": "a"})
     (tmp_path / "bad.jsonl").write_text('{"question": 1}\n[1]\n')
     (tmp_path / "worse.jsonl").write_text('{"question": 1}\n{"a"\n')
+    (tmp_path / "half.jsonl").write_text('{"question": "\\ud800", "answer": "a"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")
     for name, error, message in (
@@ -169,6 +170,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
         (str(tmp_path / "no.jsonl"), DataError, "no.jsonl does not exist"),
         (str(tmp_path / "bad.jsonl"), DataError, "bad.jsonl line 2: a JSON list, not an object"),
         (str(tmp_path / "worse.jsonl"), DataError, "worse.jsonl line 2: not JSON"),
+        (str(tmp_path / "half.jsonl"), DataError, "half.jsonl line 1: holds half a surrogate pair"),
         (str(tmp_path / "empty.jsonl"), DataError, "empty.jsonl has no rows"),
         (str(tmp_path / "cut.parquet"), DataError, "cut.parquet is not a complete Parquet file"),
         (task_file(tmp_path / "a.toml", 'data = "d.jsonl"\nshot = 3'), DataError, "unknown key 'shot'"),

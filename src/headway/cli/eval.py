@@ -5,10 +5,10 @@ and records the results in the run.
 """
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,15 +75,21 @@ def eval(
 ) -> None:
     """Evaluate a model on tasks from local files."""
     changes = {"shots": shots, "chat": chat, "max_tokens": max_tokens, "temperature": temperature}
+    if top_p == 0:
+        raise UsageError("--top-p 0 leaves nothing to sample from", hint="use --temperature 0 for the likeliest tokens")
     options = EvalOptions(samples=samples, limit=limit, top_p=top_p, seed=seed, device=device, dtype=dtype)
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     given = {key: value for key, value in changes.items() if value is not None}
     if compare is not None:
         if model is not None or out is not None:
             raise UsageError("--compare takes no other model and no --out", hint="headway eval --compare A B")
-        sides = [_side(name, runs, names, data, given, options, shows=not json) for name in compare]
-        _print_comparison(sides[0], sides[1], json=json)
+        first, second = (_side(name, runs, names, data, given, options, shows=not json) for name in compare)
+        if first.name == second.name:  # folders of one name: as they were typed
+            first, second = replace(first, name=compare[0]), replace(second, name=compare[1])
+        _print_comparison(first, second, json=json)
         return
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UsageError(f"cannot write {out}", hint="name a file in a folder that exists")
     if model is None or not names:
         raise UsageError("a model and --tasks are needed", hint="for example headway eval last --tasks questions.jsonl")
     session, folder = _session(model, runs, names, data, given, options)
@@ -104,8 +110,12 @@ def _session(
     if len(set(titles)) < len(titles):
         twice = next(title for title in titles if titles.count(title) > 1)
         raise UsageError(f"two tasks are called {twice!r}", hint="name each once, or set name in a task file")
+    tasks = [OpenTask.of(task, options) for task in loaded]
+    greedy = next((task.task.name for task in tasks if task.samples > 1 and task.temperature == 0), None)
+    if greedy is not None:
+        raise UsageError(f"all outputs of {greedy} are equal at temperature 0", hint="leave --samples out")
     source, shown = model_of(model, runs)
-    session = EvalSession(source, shown, [OpenTask.of(task, options) for task in loaded], options)
+    session = EvalSession(source, shown, tasks, options)
     return session, RunFolder(Path(source["run"])) if "run" in source else None
 
 
@@ -116,7 +126,7 @@ def _evaluate(session: EvalSession, out: Path | None, folder: RunFolder | None, 
         if out is not None:
             for row in read_out(out, session.fingerprints):
                 session.keep(row)
-            file = stack.enter_context(out.open("ab", buffering=0))
+            file = stack.enter_context(out.open("ab"))
         bar = stack.enter_context(_bar(session, shows=shows and sys.stderr.isatty()))
         if session.left:
             started = time.time()
@@ -125,7 +135,8 @@ def _evaluate(session: EvalSession, out: Path | None, folder: RunFolder | None, 
                 for message in running.messages():
                     if (line := session.take(message)) is not None:
                         if file is not None:
-                            os.write(file.fileno(), line)
+                            file.write(line)
+                            file.flush()
                         bar()
             session.finish(started, time.time())
     if folder is not None:

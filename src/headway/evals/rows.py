@@ -65,9 +65,20 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 raise DataError(f"{where}: not UTF-8") from None
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: not JSON ({error})", hint="write one JSON object per line") from None
+            if b"\\u" in line and not _is_text(fields):
+                raise DataError(f"{where}: holds half a surrogate pair", hint="write it as UTF-8 text")
             if not isinstance(fields, dict):
                 raise DataError(f"{where}: a JSON {type(fields).__name__}, not an object")
             yield Row(where, fields)
+
+
+def _is_text(fields: Any) -> bool:
+    """Whether all strings are text: JSON can encode half a surrogate pair, which is no character."""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(path: Path) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.errors import DataError, HeadwayError, RequestError
+from headway.errors import DataError, HeadwayError, ModelError, RequestError
 from headway.inference.chat import render_chat
 from headway.inference.llm import LLM, Generated
 from headway.inference.load import ModelSource
@@ -146,7 +146,7 @@ def choice_likelihoods(llm: LLM, task: AskedTask, on_answer: OnAnswer) -> None:
 
     def done(place: int, result: Generated) -> None:
         number = places[place]
-        sums[number][place] = _sum(result, firsts[place])
+        sums[number][place] = _sum(result, firsts[place], task.questions[number].where)
         if len(sums[number]) == len(task.questions[number].choices):
             logprobs = [logprob for _, logprob in sorted(sums[number].items())]
             on_answer(task.questions[number], {"prompt": texts[number], "logprobs": logprobs})
@@ -170,7 +170,7 @@ def text_likelihoods(llm: LLM, task: AskedTask, on_answer: OnAnswer) -> None:
 
     def done(place: int, result: Generated) -> None:
         number = places[place]
-        sums[number] += _sum(result, firsts[place])
+        sums[number] += _sum(result, firsts[place], task.questions[number].where)
         left[number] -= 1
         if left[number] == 0:
             question = task.questions[number]
@@ -237,9 +237,12 @@ def _scoring() -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 
 
-def _sum(result: Generated, first: int) -> float:
+def _sum(result: Generated, first: int, where: str) -> float:
     assert result.prompt_logprobs is not None
-    return math.fsum(row.logprob for row in result.prompt_logprobs[first:] if row is not None)
+    total = math.fsum(row.logprob for row in result.prompt_logprobs[first:] if row is not None)
+    if math.isnan(total):
+        raise ModelError(f"{where}: the model's log-likelihood is not a number", hint="its weights are damaged")
+    return total
 
 
 def _rendered(llm: LLM, question: AskedQuestion) -> str:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json, to_json
 
 from headway.errors import RunError
+from headway.track.access import umask_of
 from headway.track.files import write_json
 from headway.track.runs import RunFolder
 
@@ -62,14 +63,15 @@ class Evaluation(BaseModel):
 
 def write_evaluation(run: RunFolder, evaluation: Evaluation, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write an evaluation into its run; one of the same task, step and settings is replaced."""
-    run.evals.mkdir(exist_ok=True)
     target = _rows_file(run, evaluation)
     partial = target.with_name(f".{target.name}.partial")
-    with partial.open("wb") as file:
-        for row in rows:
-            file.write(to_json(row, inf_nan_mode="null") + b"\n")
-    partial.replace(target)
-    write_json(target.with_suffix(".json"), evaluation.model_dump())  # last: a summary has its rows
+    with umask_of(run.path):
+        run.evals.mkdir(exist_ok=True)
+        with partial.open("wb") as file:
+            for row in rows:
+                file.write(to_json(row, inf_nan_mode="null") + b"\n")
+        partial.replace(target)
+        write_json(target.with_suffix(".json"), evaluation.model_dump())  # last: a summary has its rows
 
 
 def read_evaluation_rows(run: RunFolder, evaluation: Evaluation) -> list[dict[str, Any]]:
