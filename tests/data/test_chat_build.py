@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 import pytest
-from chat_models import CHATML, DROPS_REASONING, TRIMS_AND_REFUSES_SYSTEM, byte_tokenizer, write_model_folder
 from typer.testing import CliRunner
 
+from chat_models import CHATML, DROPS_REASONING, TRIMS_AND_REFUSES_SYSTEM, byte_tokenizer, write_model_folder
 from headway.cli.data import app
 from headway.data.chat_build import ChatOptions, build_chat_dataset
 from headway.data.chat_rows import BadRow, parse_row

@@ -1,0 +1,110 @@
+"""Whole runs of post-training: they learn, and one that is killed ends with the bits of one that was left alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chat_models import CHATML, byte_tokenizer, write_model_folder
+from headway.data.chat_build import ChatOptions, build_chat_dataset
+from headway.models import empty_decoder, init_weights, write_folder
+from headway.recipe import FaultPlan, Model, Recipe
+from headway.track import compare_runs
+
+WORDS = ["red", "green", "blue", "grey", "pink", "brown"]
+
+
+def question(index: int) -> dict[str, str]:
+    return {"role": "user", "content": f"{index}?"}
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def rows_of(kind: str) -> list[dict[str, Any]]:
+    """Sixty questions; the right answer is one word, the wrong one is written in capitals."""
+    rows = []
+    for index in range(60):
+        right, wrong = WORDS[index % 6], WORDS[index % 6].upper()
+        match kind:
+            case "sft":
+                rows.append({"messages": [question(index), answer(right)], "weight": 1 + index % 2})
+            case "kto":
+                text = right if index % 2 else wrong
+                rows.append({"prompt": [question(index)], "completion": [answer(text)], "label": bool(index % 2)})
+            case _:
+                rows.append({"prompt": [question(index)], "chosen": [answer(right)], "rejected": [answer(wrong)]})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A folder with random weights, a byte tokenizer and a chat template."""
+    folder, tokenizer = tmp_path_factory.mktemp("base") / "folder", byte_tokenizer()
+    model = Model(layers=2, dim=32, heads=2, kv_heads=1, vocab_size=tokenizer.vocab_size)
+    decoder = empty_decoder(model)
+    init_weights(decoder, seed=3)
+    write_folder(folder, model, decoder.state_dict())
+    write_model_folder(folder, tokenizer, CHATML)
+    return folder
+
+
+@pytest.fixture
+def make_recipe(tmp_path, base):
+    def make(kind: str, **objective: Any) -> Recipe:
+        file = tmp_path / f"{kind}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(kind)))
+        build_chat_dataset(tmp_path / kind, [str(file)], ChatOptions(str(base)))
+        model = Model(layers=2, dim=32, heads=2, kv_heads=1, init=str(base))
+        return Recipe.model_validate({
+            "name": kind,
+            "model": model.model_dump(),
+            "objective": {"kind": kind, **objective},
+            "data": {"path": str(tmp_path / kind), "seq": 96, "holdout": 0.1},
+            "train": {"steps": 12, "batch": 4, "lr": 1e-2, "schedule": "constant", "warmup_steps": 0, "device": "cpu"},
+            "eval": {"every_steps": 6},
+            "checkpoint": {"every_steps": 4},
+        })  # fmt: skip
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "dpo", "orpo", "simpo", "kto"])
+def test_a_killed_run_ends_with_the_same_bits_and_learns(kind: str, lab, make_recipe) -> None:
+    recipe = make_recipe(kind)
+    alone = lab.train(recipe, workers=2)
+    assert alone.outcome.state == "finished", alone.outcome
+    killed = lab.train(recipe, workers=2, faults=FaultPlan().kill(step=7, rank=1, point="compute"))
+    assert killed.outcome.state == "finished", killed.outcome
+    assert compare_runs(killed.run, alone.run).equal
+    losses = [event["loss"] for event in alone.events("eval")]
+    assert losses[-1] < losses[0]
+    steps = alone.events("step")
+    if kind in ("dpo", "orpo", "simpo"):
+        assert steps[-1]["margin"] > steps[0]["margin"]
+        assert alone.events("eval")[-1]["accuracy"] > 0.9
+    if kind == "kto":
+        assert steps[-1]["chosen"] - steps[-1]["rejected"] > steps[0]["chosen"] - steps[0]["rejected"]
+
+
+@pytest.mark.slow
+def test_reference_is_computed_once_and_survives_the_initial_weights(lab, make_recipe, tmp_path) -> None:
+    """At the first step the policy is the reference: the loss is log 2, also when the column was stored before."""
+    recipe = make_recipe("dpo")
+    first = lab.train(recipe)
+    (file,) = (tmp_path / "dpo" / ".columns").iterdir()
+    written = file.stat().st_mtime_ns
+    again = lab.train(recipe)
+    assert file.stat().st_mtime_ns == written
+    assert again.chain == first.chain
+    for run in (first, again):
+        assert run.events("step")[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    file.unlink()  # a resumed run computes it again from the initial weights
+    resumed = lab.resume(first.run, "train.steps=16")
+    assert resumed.outcome.state == "finished", resumed.outcome
+    assert file.exists()
+    longer = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 16})})
+    assert resumed.chain == lab.train(longer).chain
