@@ -129,7 +129,8 @@ class _SharedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=x_TD.device)
         dx_TD = torch.empty_like(x_TD) if wanted else None
-        dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if wanted else None
+        trains = wanted and ctx.needs_input_grad[1]  # else the head is frozen
+        dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if trains else None
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
             scores, bent = _capped_scores(x_TD[here], weight_WD, shape.softcap)
@@ -137,10 +138,11 @@ class _SharedCrossEntropy(torch.autograd.Function):
             if bent is not None:
                 slope.mul_(1 - bent * bent)
             total += losses.sum()
-            if dx_TD is not None and dweight_WD is not None:
+            if dx_TD is not None:
                 slope = slope.to(x_TD.dtype)
                 torch.mm(slope, weight_WD, out=dx_TD[here])
-                dweight_WD += slope.T @ x_TD[here]
+                if dweight_WD is not None:
+                    dweight_WD += slope.T @ x_TD[here]
         ctx.save_for_backward(dx_TD, dweight_WD)
         ctx.dtype = weight_WD.dtype
         return total
@@ -149,7 +151,8 @@ class _SharedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         dx_TD, dweight_WD = ctx.saved_tensors
         dx_TD = (dx_TD.float() * factor).to(dx_TD.dtype)
-        return dx_TD, (dweight_WD * factor).to(ctx.dtype), None, None, None, None, None, None
+        dweight_WD = None if dweight_WD is None else (dweight_WD * factor).to(ctx.dtype)
+        return dx_TD, dweight_WD, None, None, None, None, None, None
 
 
 class _OfLogits(torch.autograd.Function):
@@ -197,7 +200,7 @@ class _SharedLogprobs(torch.autograd.Function):
         x_TD, weight_WD, labels_T = ctx.saved_tensors
         begin, group, rows, softcap = ctx.options
         dx_TD = torch.empty_like(x_TD)
-        dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32)
+        dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
             scores, bent = _capped_scores(x_TD[here], weight_WD, softcap)
@@ -207,8 +210,9 @@ class _SharedLogprobs(torch.autograd.Function):
                 slope.mul_(1 - bent * bent)
             slope = slope.to(x_TD.dtype)
             torch.mm(slope, weight_WD, out=dx_TD[here])
-            dweight_WD += slope.T @ x_TD[here]
-        return dx_TD, dweight_WD.to(weight_WD.dtype), None, None, None, None, None
+            if dweight_WD is not None:
+                dweight_WD += slope.T @ x_TD[here]
+        return dx_TD, None if dweight_WD is None else dweight_WD.to(weight_WD.dtype), None, None, None, None, None
 
 
 def _capped_scores(x_TD: Tensor, weight_WD: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
