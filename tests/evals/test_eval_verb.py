@@ -219,6 +219,7 @@ def stage_hint(stage: Stage, words: str) -> str:
         ("good --tasks sums.jsonl,sums.jsonl", "two tasks are called 'sums'"),
         ("good --tasks sums.jsonl --samples 4 --temperature 0", "all outputs of sums are equal at temperature 0"),
         ("good --tasks sums.jsonl --top-p 0", "--top-p 0 leaves nothing to sample from"),
+        ("--compare good none --tasks sums.jsonl", "no runs in runs"),
         ("good --tasks sums.jsonl --out no/o.jsonl", "cannot write no/o.jsonl"),
         ("good --tasks sums.jsonl --out good", "cannot write good"),
     ],

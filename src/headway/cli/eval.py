@@ -7,7 +7,7 @@ and records the results in the run.
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,7 +83,8 @@ def eval(
     if compare is not None:
         if model is not None or out is not None:
             raise UsageError("--compare takes no other model and no --out", hint="headway eval --compare A B")
-        first, second = (_side(name, runs, names, data, given, options, shows=not json) for name in compare)
+        sides = [_side(name, runs, names, data, given, options, shows=not json) for name in compare]
+        first, second = (side() for side in sides)  # both are known to exist before either runs
         if first.name == second.name:  # folders of one name: as they were typed
             first, second = replace(first, name=compare[0]), replace(second, name=compare[1])
         _print_comparison(first, second, json=json)
@@ -165,15 +166,18 @@ def _side(
     options: EvalOptions,
     *,
     shows: bool,
-) -> Recorded:
-    """Return the rows of one side of a comparison: from a file, as recorded in a run, or evaluated now."""
-    if name.endswith(".jsonl"):
-        return Recorded.from_file(Path(name))
-    if not tasks:
-        return recorded_of(name, runs)
+) -> Callable[[], Recorded]:
+    """Return what gives the rows of one side of a comparison: read from a file or a run, or evaluated when called."""
+    if name.endswith(".jsonl") or not tasks:
+        recorded = Recorded.from_file(Path(name)) if name.endswith(".jsonl") else recorded_of(name, runs)
+        return lambda: recorded
     session, folder = _session(name, runs, tasks, data, given, options)
-    _evaluate(session, None, folder, shows=shows)
-    return Recorded.of(session)
+
+    def evaluated() -> Recorded:
+        _evaluate(session, None, folder, shows=shows)
+        return Recorded.of(session)
+
+    return evaluated
 
 
 def _print_comparison(first: Recorded, second: Recorded, *, json: bool) -> None:
