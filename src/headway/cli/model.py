@@ -1,4 +1,4 @@
-"""`headway model show | diff`: a model's parts and costs, and the differences of two models.
+"""`headway model show | diff | add-tokens`: a model's parts and costs, the differences of two, a longer vocabulary.
 
 A model is a Hugging Face folder, a recipe, a run, a run's step, or the path of a checkpoint.
 """
@@ -14,19 +14,21 @@ from headway.cli.checkpoint_view import progress_bar
 from headway.cli.model_view import NamedModel, diff_document, diff_lines, document_of, next_line, show_lines
 from headway.cli.options import Json, Runs, Settings
 from headway.cli.text import print_json
+from headway.data.chat_template import ChatTemplate
 from headway.errors import HeadwayError, ModelError, StateError, UsageError
 from headway.plan.model_summary import describe
 from headway.recipe import Model, Recipe, load_recipe
 from headway.recipe.huggingface import model_from_config, read_config
 from headway.recipe.upgrade import upgrade_recipe
 from headway.state import find_checkpoint
+from headway.state.added_tokens import add_tokens
 from headway.state.address import open_address
 from headway.state.checkpoint_diff import TensorDifference
 from headway.state.huggingface import LazyWeight, saved_weights, stored_weights
 from headway.state.weight_diff import weight_differences
 from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
 
-app = typer.Typer(help="Show a model's parts and costs, or compare two.", no_args_is_help=True)
+app = typer.Typer(help="Show a model's parts and costs, compare two, or add tokens.", no_args_is_help=True)
 
 ASSUMED_VOCABULARY = 4096
 """Of a dataset that is not built yet: the default of `headway data build`."""
@@ -88,6 +90,34 @@ def diff_command(
         print("\n".join(diff_lines(runs_root(runs), document)))
     if not document["same"]:
         raise typer.Exit(1)
+
+
+@app.command("add-tokens")
+def add_tokens_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A Hugging Face folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
+    tokens: Annotated[list[str], typer.Argument(metavar="TOKEN...", help="Special tokens, such as '<|im_end|>'.")],
+    template: Annotated[
+        Path | None, typer.Option("--template", metavar="FILE", help="Chat template for the new folder.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Copy a model with more special tokens, whose embeddings are the mean of all others, and a chat template."""
+    text = None
+    if template is not None:
+        try:
+            text = template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read {template}: {error}", hint="--template names a jinja file") from None
+        ChatTemplate(text).compiled()
+    with progress_bar("weights", quiet=json) as progress:
+        ids = add_tokens(folder, out, tokens, text, progress)
+    if json:
+        print_json({"folder": str(out), "tokens": dict(zip(tokens, ids, strict=True))})
+        return
+    named = ", ".join(f"{token} is {number}" for token, number in zip(tokens, ids, strict=True))
+    print(f"{out}: {named}")
+    print(f"next: headway data build OUT CHATS.jsonl --chat {out}")
 
 
 # -- find the model
