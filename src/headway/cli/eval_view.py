@@ -81,6 +81,9 @@ def _value(metric: EvalMetric) -> tuple[str, str]:
 
 
 def _wrap(line: str) -> list[str]:
+    """Wrap a line at the width of the terminal, with a hanging indent; a path stays whole."""
     width = columns()
+    if len(line) <= width:
+        return [line]
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) if len(line) > width else [line]
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
