@@ -246,6 +246,10 @@ def test_command_builds_and_shows(tmp_path, model):
         (["--chat", "none"], "none is not a folder"),
         (["--chat", "{model}", "--template", "none.jinja"], "cannot read the chat template"),
         (["--chat", "{model}", "--template-arguments", "[1]"], "not a JSON object"),
+        (["--chat", "{model}", "--template-arguments", "x"], "not JSON"),
+        (["--chat", "{model}", "--tokenizer", "{model}"], "--tokenizer is for text"),
+        (["--chat", "{model}", "--engine", "ray"], "--engine ray is for text"),
+        (["--template", "t.jinja"], "--template is for chats"),
     ],
 )
 def test_wrong_options_are_named(tmp_path, model, arguments, message):

@@ -5,9 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from chat_models import byte_tokenizer
 from test_chat_samples import check_samples, encoded
 
+from chat_models import byte_tokenizer
 from headway.data.chat_template import ChatTemplate
 from headway.data.template_layout import Refused
 from own_environment import python_with

@@ -99,6 +99,11 @@ def build_command(
         "on_skip": lambda sentence: print(f"skipped: {sentence}", file=sys.stderr),
         "on_note": lambda sentence: print(f"note: {sentence}", file=sys.stderr),
     }
+    if chat is None and (template is not None or template_arguments != "{}"):
+        raise UsageError("--template is for chats", hint="add --chat MODEL")
+    if chat is not None and (tokenizer is not None or engine != "local"):
+        option = "--engine ray" if tokenizer is None else "--tokenizer"
+        raise UsageError(f"{option} is for text; chats use the model's tokenizer on this machine", hint="leave it out")
     with _progress() as progress:
         if chat is not None:
             chats = ChatOptions(
@@ -109,7 +114,7 @@ def build_command(
                 reading=reading,
                 shard_tokens=shard_tokens,
             )
-            built = build_chat_dataset(out, sources, chats, progress=progress, **settings)
+            built = build_chat_dataset(out, sources, chats, processes=threads, progress=progress, **settings)
         else:
             options = BuildOptions(
                 exclude=tuple(exclude or ()),

@@ -26,7 +26,7 @@ Encode = Callable[[Sequence[str]], list[Tokens]]
 _CACHED_CHARS = 64
 _CACHED_TEXTS = 1 << 16
 _LOCAL = {"ByteLevel", "Split", "Digits", "Whitespace", "WhitespaceSplit", "Punctuation", "BertPreTokenizer"}
-_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase"}
+_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Replace"}
 
 
 class EncodedSample(NamedTuple):

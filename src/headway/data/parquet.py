@@ -29,11 +29,15 @@ def read_rows(path: Path, columns: list[str], file_bytes: int) -> Iterator[Row]:
             yield number, dict(zip(columns, row, strict=True)), file_bytes * number // max(total, 1)
 
 
-def read_dicts(path: Path, columns: Sequence[str], file_bytes: int) -> Iterator[tuple[int, dict[str, Any], int]]:
-    """Yield the rows of a file as Python objects: those of the columns that it has."""
+def read_dicts(
+    path: Path, columns: Sequence[str], file_bytes: int, wanted: Callable[[int], bool]
+) -> Iterator[tuple[int, dict[str, Any] | None, int]]:
+    """Yield the rows of a file as Python objects, of the columns that it has; None if a row from 0 is not wanted."""
     for batch, first, total in _batches(path, lambda schema: [name for name in columns if name in schema.names]):
-        for number, row in enumerate(batch.to_pylist(), start=first):
-            yield number, row, file_bytes * number // max(total, 1)
+        needed = [wanted(first - 1 + index) for index in range(batch.num_rows)]
+        rows = batch.to_pylist() if any(needed) else [None] * batch.num_rows
+        for number, (row, need) in enumerate(zip(rows, needed, strict=True), start=first):
+            yield number, row if need else None, file_bytes * number // max(total, 1)
 
 
 def _batches(path: Path, choose: Callable[[Any], list[str]]) -> Iterator[tuple[Any, int, int]]:

@@ -259,33 +259,38 @@ def _documents(
 
 
 def read_objects(
-    source: SourceFile, reading: ReadOptions, keys: Sequence[str]
-) -> Iterator[tuple[str, "dict[str, object] | BadRecordError", int]]:
+    source: SourceFile, reading: ReadOptions, keys: Sequence[str], wanted: Callable[[int], bool]
+) -> Iterator[tuple[str, "dict[str, object] | BadRecordError | None", int]]:
     """Yield (line or row, its object or why it is none, position in the file on disk) of a JSONL or Parquet file.
 
-    Of a Parquet file only the columns in `keys` are read.
+    Objects are parsed if `wanted` says so of their number from 0, else None. Of a Parquet file only the columns in
+    `keys` are read.
     """
     if source.format == "text":
         raise DataError(
             f"{source.path} is neither JSONL nor Parquet by its name", hint="rename it, or say --format jsonl"
         )
     if source.format == "parquet":
-        for number, values, position in read_dicts(source.path, keys, source.bytes):
+        for number, values, position in read_dicts(source.path, keys, source.bytes, wanted):
             yield f"row {number}", values, position
         return
     replace = reading.errors == "replace"
     with open_plain(source.path) as (plain, tell):
-        for number, line in enumerate(_lines(plain), start=1):
-            if line.strip():
-                try:
-                    record: dict[str, object] | BadRecordError = _parse_object(line, replace)
-                    if b"\\ud" in line.lower():  # JSON can encode half a surrogate pair, which is not a character
-                        json.dumps(record, ensure_ascii=False).encode()
-                except UnicodeEncodeError:
-                    record = BadRecordError("it holds half a surrogate pair")
-                except BadRecordError as bad:
-                    record = bad
-                yield f"line {number}", record, tell()
+        records = ((number, line) for number, line in enumerate(_lines(plain), start=1) if not line.isspace())
+        for index, (number, line) in enumerate(records):
+            yield f"line {number}", _parse_chat(line, replace) if wanted(index) else None, tell()
+
+
+def _parse_chat(line: bytes, replace: bool) -> "dict[str, object] | BadRecordError":
+    try:
+        record = _parse_object(line, replace)
+        if b"\\ud" in line.lower():  # JSON can encode half a surrogate pair, which is not a character
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return BadRecordError("it holds half a surrogate pair")
+    except BadRecordError as bad:
+        return bad
+    return record
 
 
 def _lines(plain: Iterable[bytes]) -> Iterator[bytes]:
