@@ -1,10 +1,12 @@
 """Model summaries of every family: the parts cover all parameters."""
 
+import math
+
 import pytest
 
 from headway.plan import parameters
 from headway.plan.model_summary import describe, part_of
-from headway.recipe import Model
+from headway.recipe import Lora, Model, Train
 from headway.recipe.families import FAMILIES
 
 
@@ -44,3 +46,12 @@ def test_latent_attention_caches_one_latent_vector() -> None:
     """DeepSeek-V3: 512 + 64 numbers of two bytes in 61 layers, where 128 full heads would be 40,960 in each."""
     model = Model(family="deepseek_v3", vocab_size=129_280, layers=61, dim=7168, heads=128, kv_rank=512, rope_dim=64)
     assert describe(model, 4096).cache.token == (512 + 64) * 2 * 61
+
+
+def test_adapters_are_all_that_is_trained_on_a_frozen_base() -> None:
+    model = Model(layers=1, dim=8, heads=2, kv_heads=1, hidden=16, vocab_size=10)
+    lora = Lora(rank=2, targets=("layers.*.attention.q", "layers.*.mlp.down"))
+    count = 2 * (8 + 8) + 2 * (16 + 8)  # rank times inputs and outputs of both layers
+    training = describe(model, 16, train=Train(dtype="bfloat16", weights="bfloat16"), lora=lora).training
+    weights = sum(math.prod(shape) for shape in model.tensors().values())
+    assert (training.weights, training.gradients, training.states) == (2 * weights + 4 * count, 4 * count, 8 * count)

@@ -23,8 +23,10 @@ from headway.recipe.upgrade import upgrade_recipe
 from headway.state import find_checkpoint
 from headway.state.added_tokens import add_tokens
 from headway.state.address import open_address
+from headway.state.base_weights import base_weights
 from headway.state.checkpoint_diff import TensorDifference
 from headway.state.huggingface import LazyWeight, saved_weights, stored_weights
+from headway.state.peft import adapter_of_run, merged_weights
 from headway.state.weight_diff import weight_differences
 from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
 
@@ -54,7 +56,7 @@ def show_command(
     longest = named.model.longest
     if seq is not None and longest is not None and seq > longest:
         raise UsageError(f"--seq {seq} is too long: {what} has {longest} positions", hint=f"use {longest} or less")
-    summary = describe(named.model, seq or named.seq, seq or named.longest, named.train)
+    summary = describe(named.model, seq or named.seq, seq or named.longest, named.train, named.lora)
     stored, problems = _stored(named)
     notes = (*named.notes, *problems)
     document = document_of(named, summary, stored, _template(named.folder), notes)
@@ -208,16 +210,22 @@ def _trained(
             hint="headway checkpoint show RUN --tensors lists the saved tensors",
         )
     seq = recipe.data.seq
-    return NamedModel(what, kind, model, seq, seq, recipe.train, checkpoint=checkpoint, notes=notes)
+    return NamedModel(what, kind, model, seq, seq, recipe.train, checkpoint=checkpoint, notes=notes, lora=recipe.lora)
 
 
 # -- weights and templates
 
 
 def _weights(named: NamedModel) -> dict[str, LazyWeight] | None:
-    """Return a model's weights by Headway's names, none of them read yet; None if it has none."""
+    """Return a model's weights by Headway's names, none of them read yet; None if it has none.
+
+    Those of a run with adapters are merged.
+    """
     if named.checkpoint is None and named.folder is None:
         return None
+    if named.checkpoint is not None and named.lora is not None and named.model.init is not None:
+        adapter = adapter_of_run(open_address(named.checkpoint), named.model, named.lora)
+        return merged_weights(base_weights(named.model.init, named.model), adapter)
     if named.checkpoint is not None:
         shapes = named.model.tensors() | named.model.buffers()
         return saved_weights(open_address(named.checkpoint), shapes)

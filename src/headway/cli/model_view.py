@@ -10,7 +10,7 @@ from typing import Any, Literal
 from headway.cli.text import byte_size, columns, count, first_names, plural, shortened
 from headway.errors import ModelError
 from headway.plan.model_summary import PARTS, ModelSummary, part_of
-from headway.recipe import Model, Train
+from headway.recipe import Lora, Model, Train
 from headway.recipe.rope import RotaryModel
 from headway.state.checkpoint_diff import TensorDifference
 from headway.state.weight_diff import tensor_mismatches
@@ -50,6 +50,8 @@ class NamedModel:
     checkpoint: str | None = None
     """Its weights are in `folder`, at this address, or nowhere yet."""
     notes: tuple[str, ...] = ()
+    lora: Lora | None = None
+    """Adapters that are trained instead of the model."""
 
 
 def document_of(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from headway.plan.architecture import cached_elements
 from headway.plan.flops import active_parameters, flops_per_token, flops_per_token_full_attention
 from headway.plan.optimizer import optimizer_state_bytes
-from headway.recipe import Model, Train
+from headway.recipe import Lora, Model, Train
+from headway.recipe.lora import adapter_tensors
 from headway.recipe.patterns import first_match
 
 PARTS = ("embedding", "attention", "feed-forward", "experts", "shared experts", "router", "norms", "head")
@@ -72,10 +73,12 @@ class ModelSummary:
     """Number of layers by sliding window."""
 
 
-def describe(model: Model, seq: int, length: int | None = None, train: Train | None = None) -> ModelSummary:
+def describe(
+    model: Model, seq: int, length: int | None = None, train: Train | None = None, lora: Lora | None = None
+) -> ModelSummary:
     """Summarize a model at sequences of `seq`, with a KV cache of `length` (default `seq`).
 
-    Training is by `train`, or by AdamW in float32.
+    Training is by `train`, or by AdamW in float32; with `lora`, of adapters only.
     """
     arch, shapes = model.architecture(), model.tensors()
     parts = parts_of(shapes)
@@ -85,7 +88,7 @@ def describe(model: Model, seq: int, length: int | None = None, train: Train | N
         parameters=count,
         active=active_parameters(arch),
         weights={name: count * width for name, width in PRECISIONS.items()},
-        training=training_of(shapes, train or Train()),
+        training=training_of(shapes, train or Train(), {} if lora is None else adapter_tensors(model, lora)),
         seq=seq,
         flops_per_token=flops_per_token(arch, seq),
         flops_per_token_full_attention=flops_per_token_full_attention(arch, seq),
@@ -115,9 +118,13 @@ def parts_of(shapes: Mapping[str, Shape]) -> dict[str, int]:
     return {part: count for part, count in counts.items() if count}
 
 
-def training_of(shapes: Mapping[str, Shape], train: Train) -> TrainingBytes:
-    """Bytes of weights, gradients and optimizer states; frozen parameters have only weights."""
+def training_of(shapes: Mapping[str, Shape], train: Train, adapters: Mapping[str, Shape]) -> TrainingBytes:
+    """Bytes of weights, gradients and optimizer states; frozen parameters, such as a base, have only weights."""
     width = 4 if train.weights == "float32" else 2
+    if adapters:
+        base, count = (sum(map(math.prod, tensors.values())) for tensors in (shapes, adapters))
+        states = sum(optimizer_state_bytes(name, shape, train) for name, shape in adapters.items())
+        return TrainingBytes(train.optimizer, base * width + count * 4, count * GRADIENT_BYTES, round(states))
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     trained = sum(size for name, size in sizes.items() if first_match([train.freeze], name) is None)
     states = sum(optimizer_state_bytes(name, shape, train) for name, shape in shapes.items())
