@@ -28,9 +28,9 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str
     "shard 2": ({"shard": 2}, EVERYTHING, {}, []),
     "tensor 2": ({"tensor": 2, "shard": 1}, EVERYTHING, {}, []),
     "tensor 2, 1 key head": ({"tensor": 2, "shard": 1}, {"kv_heads": 1}, {}, SOME),
-    "pipeline 2": ({"pipeline": 2, "shard": 1}, {"layers": 3}, {"recompute": "full"}, []),
 }
 MORE = {
+    "pipeline 2": ({"pipeline": 2, "shard": 1}, {"layers": 3}, {"recompute": "full"}, []),
     "replicate 2": ({"replicate": 2, "shard": 1}, {}, {}, SOME),
     "replicate 2 shard 2": ({"replicate": 2, "shard": 2}, {}, {"recompute": "selective"}, []),
     "shard 2 tensor 2": ({"shard": 2, "tensor": 2}, {}, {}, []),
