@@ -104,7 +104,10 @@ def add_tokens_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Copy a model with more special tokens, whose embeddings are the mean of all others, and a chat template."""
+    """Copy a model with more special tokens and a chat template.
+
+    The embedding of a new token is the mean of all others.
+    """
     text = None
     if template is not None:
         try:

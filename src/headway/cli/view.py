@@ -59,6 +59,8 @@ class LiveStatus:
     """Saves skipped because the writer was behind."""
     trouble: str | None = None
     """What is wrong with the run's folder, from which the rest of this is read."""
+    scored: tuple[int, int] | None = None
+    """Rows that the reference model has scored before the first step, and all of them."""
     _step_in_trouble: int = 0
     _open: dict[str, int] = field(default_factory=dict)
     _losses: LossMonitor = field(default_factory=LossMonitor)
@@ -86,6 +88,8 @@ class LiveStatus:
                 divergence = self._losses.add(event["step"], event.get("loss"))
                 if divergence is not None:
                     self.notices.append(divergence.text)
+            case "reference":
+                self.scored = event["done"], event["total"]
             case "eval":
                 self.eval_loss, self.eval_step = event["loss"], event["step"]
             case "attempt":
@@ -250,6 +254,8 @@ class PlainLines:
         """Print step and numbers if the step has changed."""
         status = self._status
         if status.step == self._printed_step:
+            if status.step == 0 and status.scored is not None:
+                tell(f"reference log-probabilities, computed once: {status.scored[0]} of {status.scored[1]} rows")
             return
         self._printed_step = status.step
         left = status.seconds_left
@@ -276,7 +282,12 @@ class LivePanel:
     def _draw(self, stops_asked: int) -> Group:
         status = self._status
         lines: list[Any] = [Text(self._title, style="bold")]
-        if status.step == 0:
+        if status.step == 0 and status.scored is not None:
+            done, total = status.scored
+            row, title = Table.grid(padding=(0, 1)), "reference log-probabilities, computed once"
+            row.add_row(title, ProgressBar(total=total, completed=done, width=min(20, self._width - len(title) - 8)))
+            lines.append(row)
+        elif status.step == 0:
             lines.append(Text("starting: importing torch, building the model", style="dim"))
         else:
             left = status.seconds_left

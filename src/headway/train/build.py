@@ -144,7 +144,8 @@ def build(
         with recorder.span("evaluation"):
             drawn = state is None or bool(base)
             first_weights = None if drawn else partial(draw_weights, spread.model, recipe, held, run)
-            reader = WithReference(reader, reference_column(recipe, corpus, spread, world, beat.mark, first_weights))
+            mark = partial(_scored, recorder if world.first else None, beat)
+            reader = WithReference(reader, reference_column(recipe, corpus, spread, world, mark, first_weights))
     optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
     average = WeightEma(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None
     start = RunProgress(0, 0, chain.START)
@@ -175,12 +176,19 @@ def build(
     )
 
 
+def _scored(recorder: Recorder | None, beat: HeartbeatWriter, before: int, done: int, total: int) -> None:
+    """Show progress of the reference's scores, at every percent."""
+    beat.mark()
+    if recorder is not None and before * 100 // total < done * 100 // total:
+        recorder.event("reference", done=done, total=total)
+
+
 def reference_column(
     recipe: Recipe,
     corpus: Corpus,
     spread: ParallelModel,
     world: World,
-    mark: Callable[[], None],
+    mark: Callable[[int, int, int], None],
     draw: Callable[[], None] | None,
 ) -> np.ndarray:
     """Return the reference's log-probability of each sample, stored beside the data or computed from the initial
@@ -195,7 +203,7 @@ def reference_column(
         draw()
     reader = corpus.reader()
     rows = local_rows(reader, spread, world, np.arange(reader.windows), ("weight",))
-    values_S = score_samples(spread, world, rows, samples, mark)
+    values_S = score_samples(spread, world, rows, reader.windows, samples, mark)
     if world.first:
         store_reference(file, values_S)
     return values_S

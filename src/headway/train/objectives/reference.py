@@ -109,17 +109,23 @@ def score_samples(
     spread: ParallelModel,
     world: World,
     rows: Iterator[tuple[Batch, DeviceBatch]],
+    total: int,
     samples: int,
-    mark: Callable[[], None],
+    mark: Callable[[int, int, int], None],
 ) -> np.ndarray:
-    """Return the log-probabilities of all samples, float32, from this worker's share of the rows; the same on all."""
+    """Return the log-probabilities of all samples, float32, from this worker's share of the rows; the same on all.
+
+    `mark` is called with the number of rows done before a pass, after it, and in all.
+    """
+    done = 0
     values_S = torch.zeros(samples, dtype=torch.float64)
     speaks = world.axis("tensor").rank == 0
     spread.model.eval()
     with torch.no_grad():
         for read, batch in rows:
             scores_BD = spread.document_logprobs(batch)
-            mark()
+            before, done = done, min(done + len(batch.inputs) * world.data.size, total)
+            mark(before, done, total)
             if scores_BD is None or not speaks:
                 continue
             present = torch.from_numpy(read.columns["weight"] > 0)
