@@ -20,6 +20,7 @@ from headway.track import RunFolder, read_metric
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EXPECTED = {
+    "make_chats.py": "conversations, as many pairs of answers, and a chat template",
     "from_python.py": "finished, all steps done",
     "jsonl_with_prompts.py": "were trained on in the first; the rest are prompts",
     "mixture.py": "step 24: loss ",
@@ -56,7 +57,7 @@ def test_what_an_example_imports_of_headway_is_there(path: Path) -> None:
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     """What they show is tested in seconds: here, or in test_gradients.py, test_data_mixtures.py and test_exact.py."""
     assert EXPECTED[name] in run(name, tmp_path)
-    assert (tmp_path / "runs").is_dir() == (name != "plan_from_python.py")  # a plan runs nothing
+    assert (tmp_path / "runs").is_dir() == (name not in ("plan_from_python.py", "make_chats.py"))  # these run nothing
 
 
 def test_a_plan_is_made_from_python(capsys: pytest.CaptureFixture[str]) -> None:
