@@ -12,7 +12,9 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,10 @@ class EncodersDiffer(Exception):
     """The two libraries gave different tokens for a text."""
 
 
+class _Panic(Exception):
+    """tiktoken gave up on a text."""
+
+
 @dataclass
 class TiktokenEncoder:
     """Encodes as a `TextTokenizer` does, through tiktoken."""
@@ -66,13 +72,41 @@ class TiktokenEncoder:
         size = -(-len(texts) // (4 * self.threads)) or 1
         groups = [texts[start : start + size] for start in range(0, len(texts), size)]
         with ThreadPoolExecutor(self.threads) as pool:
-            results = pool.map(lambda group: [self.encode(text) for text in group], groups)
+            results = pool.map(self._encode_group, groups)
             encoded = [ids for group in results for ids in group]
         first = -self.encoded % CHECK_EVERY
         self.encoded += len(texts)
         for text, ids in zip(texts[first::CHECK_EVERY], encoded[first::CHECK_EVERY], strict=True):
             self.check(text, ids)
         return encoded
+
+    def _encode_group(self, texts: Sequence[str]) -> list[Tokens]:
+        """Encode texts in turn. Ranks become ids all at once: that was two fifths of the time of short texts."""
+        if not any(map(self._is_special, texts)):
+            plain = [self.normalize(text) for text in texts]
+            with suppress(_Panic):
+                ranks = [self._ranks(text) for text in plain]
+                ends = list(accumulate(map(len, ranks)))
+                flat = np.fromiter(chain.from_iterable(ranks), dtype=np.uint32, count=ends[-1] if ends else 0)
+                ids = self.ids[flat]
+                complete = int(self.lengths[flat].sum()) == sum(len(text.encode()) for text in plain)
+                if complete and not (self.lacks and (ids == _NO_ID).any()):
+                    return [ids[start:end] for start, end in pairwise([0, *ends])]
+        return [self.encode(text) for text in texts]
+
+    def _is_special(self, text: str) -> bool:
+        """Whether a text needs more than tiktoken's own encoding."""
+        return _has_long_run(text) or (self.added is not None and self.added.search(text) is not None)
+
+    def _ranks(self, text: str) -> list[int]:
+        try:
+            # Faster than encode_to_numpy, which searches for special tokens even if there are none.
+            ranks: list[int] = self.encoding.encode_ordinary(text)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # raised at a limit of its regular expressions
+                raise
+            raise _Panic from None
+        return ranks
 
     def encode(self, text: str) -> Tokens:
         """Encode one text."""
@@ -94,11 +128,8 @@ class TiktokenEncoder:
     def _plain(self, text: str) -> Tokens:
         text = self.normalize(text)
         try:
-            # Faster than encode_to_numpy, which searches for special tokens even if there are none.
-            ranks = np.array(self.encoding.encode_ordinary(text), dtype=np.uint32)
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # raised at a limit of its regular expressions
-                raise
+            ranks = np.array(self._ranks(text), dtype=np.uint32)
+        except _Panic:
             return self.slow.encode(text)
         # tiktoken drops what its pattern does not match.
         if int(self.lengths[ranks].sum()) != len(text.encode()):
