@@ -539,7 +539,7 @@ def headway(
         else:
             draw(spread.model)
         if REFERENCE in objective.columns:
-            column = reference_column(recipe, corpus, spread, world, lambda: None, None)
+            column = reference_column(recipe, corpus, spread, world, lambda *_: None, None)
             reader = WithReference(reader, column)
         optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
         parameters = dict(spread.model.named_parameters())
