@@ -368,6 +368,6 @@ def test_the_end_of_a_turn_is_added_to_those_of_the_original(tmp_path, model):
 def test_an_objective_refuses_samples_of_another_kind(tmp_path, model, kind, hint):
     built = build(tmp_path, model, [{"messages": [USER, {**ANSWER, "content": "a" * n}]} for n in range(1, 40)])
     recipe = Recipe.model_validate({"objective": {"kind": kind}, "data": {"path": str(built.path), "seq": 64}})
-    with pytest.raises(DataError, match="is chat") as error:
+    with pytest.raises(DataError, match="is of kind chat") as error:
         open_corpus(recipe)
     assert hint in error.value.hint

@@ -186,8 +186,8 @@ def _check_kind(objective: str, name: str, kind: str) -> None:
         return
     others = [other for other, kinds in SAMPLES.items() if kind in kinds]
     raise DataError(
-        f"objective {objective} needs samples of {needed[0]}, and {name} is {kind}",
-        hint=f"--set objective.kind={others[0]}, or build it from {needed[0]}: docs/guides/chat-data.md",
+        f"objective {objective} needs data of kind {needed[0]}, but {name} is of kind {kind}",
+        hint=f"--set objective.kind={others[0]}, or build {needed[0]} data: docs/guides/chat-data.md",
     )
 
 

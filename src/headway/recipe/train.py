@@ -54,7 +54,7 @@ def _renamed(train: Any) -> Any:
 def _without_steps(values: dict[str, Any]) -> dict[str, Any]:
     """Return a section that has epochs without what only steps can tell."""
     if values.get("steps") is not None:
-        hint = "remove train.steps from the recipe, or add --set train.steps="
+        hint = "--set train.epochs= to train for steps, or --set train.steps= to train for epochs"
         wrong = "steps and epochs exclude each other"
         raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
     unknown = ("steps", "warmup_steps", "decay_steps")

@@ -317,7 +317,9 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
     elif model.vocab_size < vocabulary:
         raise RecipeError(
             f"model.vocab_size is {model.vocab_size}, but the data was built with {vocabulary} tokens",
-            hint="leave model.vocab_size out, or build the data with the model's own tokenizer",
+            hint="leave model.vocab_size out, or build the data with the model's own tokenizer"
+            if model.init is None
+            else "set model.init to the folder that the data was built with, or build the data with this one's",
         )
     return resolve_lora(recipe.model_copy(update={"model": model}))
 
