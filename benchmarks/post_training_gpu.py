@@ -89,7 +89,9 @@ class Way(NamedTuple):
     recompute: bool = False
     defaults: bool = False
     microbatch: int | None = None
-    """Rows of a forward pass; None for a step's. In `dpo` of TRL, an eighth of the step's pairs is one."""
+    """Rows of a forward pass; None for a step's. In `dpo` of TRL, half as many pairs as those rows have."""
+    liger: bool = True
+    """Whether to use Liger's layers, if they are installed."""
 
 
 class StepSize(NamedTuple):
@@ -236,17 +238,33 @@ def in_a_process(part: str, way: Way, options: argparse.Namespace, began: float)
         try:
             most = min(options.limit, left + 30)
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False, timeout=most)
-            text = done.stdout.splitlines()[-1] if done.stdout.strip() else ""
-            result = json.loads(text) if text.startswith("{") else {"error": f"exit status {done.returncode}"}
+            texts = [text for text in done.stdout.splitlines() if text.startswith("{")]
+            result = json.loads(texts[-1]) if texts else {"error": f"exit status {done.returncode}"}
         except subprocess.TimeoutExpired:
             result = {"error": f"took more than {most:.0f} s"}
-        result = {**about, "microbatch": microbatch, "process_s": time.perf_counter() - start, **result}
-        if result.get("error") != "out of memory" or microbatch == 1:
+        result = {
+            **about,
+            "microbatch": microbatch,
+            "liger": way.liger and uses_liger(way, options),
+            "process_s": time.perf_counter() - start,
+            **result,
+        }
+        full, liger = result.get("error") == "out of memory", way.liger and uses_liger(way, options)
+        if "error" not in result or (full and microbatch == 1) or (not full and not liger):
             break
         print(line(result), flush=True)
-        microbatch //= 2
+        if full:
+            microbatch //= 2
+        else:
+            way = way._replace(liger=False)
     print(line(result), flush=True)
     return result
+
+
+def uses_liger(way: Way, options: argparse.Namespace) -> bool:
+    """Whether a way would use Liger's layers."""
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    return way.side == "trl" and not way.defaults and installed and options.device == "cuda"
 
 
 def missing_packages(part: str, way: Way) -> list[str]:
@@ -269,6 +287,7 @@ def line(result: dict[str, Any]) -> str:
     text += f"{result['pairs_s']:8.1f} pairs/s" if result.get("pairs_s") else ""
     spread = (max(result["times_s"]) - min(result["times_s"])) / result["step_s"]
     text += f"   +-{spread / 2:.1%}  loss {result['loss']:.4f}  {result['microbatch']} rows a pass"
+    text += ", liger" if result["liger"] else ""
     return text + f"  first step {result['first_s']:.0f} s, process {result['process_s']:.0f} s"
 
 
@@ -700,8 +719,11 @@ def best_settings(work: Work, way: Way, options: argparse.Namespace) -> dict[str
         "bf16": work.lora, "dataloader_num_workers": 0, "dataloader_pin_memory": options.device == "cuda",
     }  # fmt: skip
     # Weights are bfloat16 already: autocast is only for adapters, which PEFT keeps in float32.
-    if importlib.util.find_spec("liger_kernel") is not None and options.device == "cuda":
-        settings["use_liger_kernel"] = True
+    if way.liger and uses_liger(way, options):
+        # TRL has a fused head of its own
+        heads = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+        layers = {"rope": True, "rms_norm": True, "swiglu": True}
+        settings |= {"use_liger_kernel": True, "liger_kernel_config": {**heads, **layers}}
     if work.kind == "dpo":
         settings |= {"train_sampling_strategy": "group_by_length", "remove_unused_columns": False}
     if way.attention == "flex_attention":

@@ -169,3 +169,14 @@ def test_loss_and_gradients_equal_those_of_trl(folder, name):
                 size = float(slopes[key].abs().max())
                 assert size > 0, key
                 torch.testing.assert_close(gradient, slopes[key], rtol=0, atol=1e-5 * size, msg=f"{key} of {name}")
+
+
+def test_steps_of_the_benchmark_have_the_losses_of_trl():
+    """Four updates of AdamW from the same weights, by the parts of the trainer and by TRL's loop."""
+    benchmark = Path(__file__).parents[2] / "benchmarks" / "post_training_gpu.py"
+    command = [str(python_with("trl==1.16.0")), str(benchmark), "--tiny", "--device", "cpu", "--only", "sft", "dpo"]
+    source = {"PYTHONPATH": str(benchmark.parents[1] / "src")}
+    done = subprocess.run([*command, "--limit", "600", "--budget", "2000"], env={**os.environ, **source},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.count("relative difference") == 2
