@@ -216,3 +216,14 @@ def test_a_manifest_of_another_format_or_none(folder):
         (folder / "manifest.json").write_text(content)
         with pytest.raises(DataError, match=r"manifest.json (is damaged|has format None)"):
             open_dataset(folder)
+
+
+def test_missing_dataset_suggests_those_beside_it(tmp_path):
+    (tmp_path / "python-stdlib").mkdir()
+    (tmp_path / "python-stdlib" / "manifest.json").write_text("{}")
+    with pytest.raises(DataError) as error:
+        open_dataset(tmp_path / "python-stdlb")
+    assert error.value.hint == f"did you mean {tmp_path / 'python-stdlib'}?"
+    with pytest.raises(DataError, match="holds no dataset") as error:
+        open_dataset(tmp_path / "elsewhere")
+    assert error.value.hint.startswith("build one: headway data build ")

@@ -131,7 +131,7 @@ def _facts(plan: ServingPlan) -> Iterator[str]:
     )
     requests = planned.tokens_s * devices / load.output
     prompts = f"{requests * load.prompt:,.0f} tokens/s of prompts"
-    yield from label("speed", f"{total}, and {prompts}: {requests:,.3g} requests/s")
+    yield from label("speed", f"{total}, and {prompts}: {_rate(requests)} requests/s")
     if plan.price is None:
         yield from label("cost", "--price DOLLARS per device-hour gives the cost per million tokens")
     else:
@@ -194,3 +194,8 @@ def _points(plan: ServingPlan, points: Sequence[RooflinePoint]) -> list[dict[str
         {**asdict(item.point), "flops_per_byte": item.intensity, "of_time": item.of_time, "bound": item.bound}
         for item in placed
     ]
+
+
+def _rate(value: float) -> str:
+    """Return a rate with three digits, and thousands written out."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -10,6 +10,7 @@ shard are `spans-NNNNN.bin` (little-endian uint32: start, end, role and whether 
 and `samples-NNNNN.bin` (per document, see `SAMPLE_TYPE`), and in the folder the chat template with its settings.
 """
 
+import difflib
 import hashlib
 import json
 import os
@@ -117,7 +118,8 @@ def read_manifest(folder: Path) -> DatasetManifest:
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        hint = f"build one: headway data build {folder} SOURCES..."
+        near = nearby_datasets(folder)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"build one: headway data build {folder} 'text/*.txt'"
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):  # which `data build` would refuse
             hint = "name a folder made by headway data build"
         raise DataError(f"{folder} holds no dataset: {MANIFEST} is missing", hint=hint) from None
@@ -137,6 +139,15 @@ def read_manifest(folder: Path) -> DatasetManifest:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
     _check_consistent(manifest, path)
     return manifest
+
+
+def nearby_datasets(folder: Path) -> list[str]:
+    """Return datasets beside a folder whose names are similar."""
+    try:
+        others = [path.name for path in folder.parent.iterdir() if (path / MANIFEST).is_file()]
+    except OSError:
+        return []
+    return [str(folder.with_name(name)) for name in difflib.get_close_matches(folder.name, others, n=2)]
 
 
 def _parse(content: dict[str, Any]) -> DatasetManifest:
