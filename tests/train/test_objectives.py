@@ -1,6 +1,8 @@
 """Objectives against float64 references written from the papers, on packed rows of several documents."""
 
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,8 +10,9 @@ import pytest
 import torch
 
 from headway.data.loader import Batch
+from headway.errors import ModelError
 from headway.parallel.objective import DeviceBatch, SumScale, by_document, loss_of
-from headway.recipe.objective import Dpo, Kto, Orpo, Sft, SimPo
+from headway.recipe.objective import CustomObjective, Dpo, Kto, Orpo, Sft, SimPo
 from headway.train.objectives import make_objective
 from headway.train.objectives.base import labels_per_document
 
@@ -233,3 +236,30 @@ def test_a_certain_answer_has_finite_odds():
     _, loss, gradient = measured(make_objective(Orpo(kind="orpo")), data)
     assert math.isfinite(float(loss))
     assert torch.isfinite(gradient).all()
+
+
+def test_the_class_of_the_guide_is_the_mean_over_labels(tmp_path, monkeypatch):
+    """What docs/post-training.md shows is found by its name, and measures the cross-entropy of labels."""
+    guide = (Path(__file__).parents[2] / "docs" / "post-training.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "guide_losses.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    section = {"kind": "custom", "class": "guide_losses:MeanAnswerLoss"}
+    objective, data = make_objective(CustomObjective.model_validate(section)), packed(9)
+    values, loss, _ = measured(objective, data)
+    assert float(loss) == pytest.approx(-data.logprobs.sum() / data.host.trained, rel=1e-5)
+    assert values.tolist()[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"class": "nowhere_at_all:Loss"}, "objective.class: no module nowhere_at_all"),
+        ({"class": "collections:Countr"}, "objective.class names collections:Countr"),
+        ({"class": "collections:Counter"}, "collections:Counter has no names"),
+        ({"class": "fractions:Fraction", "args": {"unknown": 1}}, "cannot be built with objective.args"),
+    ],
+)
+def test_a_wrong_class_is_one_sentence(section, message):
+    with pytest.raises(ModelError, match=re.escape(message)):
+        make_objective(CustomObjective.model_validate({"kind": "custom", **section}))
