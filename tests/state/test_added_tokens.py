@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chat_models import CHATML, byte_tokenizer, write_model_folder
 from headway.errors import DataError
 from headway.models import empty_decoder, init_weights, write_folder
 from headway.recipe import Model
 from headway.state.added_tokens import add_tokens
+from lazy_imports import transformers
 
 NEW = ["<|think|>", "<|end|>"]
 
@@ -26,9 +26,8 @@ def test_new_rows_are_means_and_old_ones_stay(tmp_path, tied, dtype):
     ids = add_tokens(tmp_path / "base", tmp_path / "more", [*NEW, "<|im_end|>"], "{{ messages }}")
     assert ids[:2] == [size, size + 1]
     assert ids[2] == tokenizer.raw.token_to_id("<|im_end|>"), "a token that it has keeps its id"
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("base", "more")
-    )
+    read_model = transformers.AutoModelForCausalLM.from_pretrained
+    before, after = (read_model(tmp_path / name, dtype=torch.float32) for name in ("base", "more"))
     for old, new in (
         (before.get_input_embeddings().weight, after.get_input_embeddings().weight),
         (before.get_output_embeddings().weight, after.get_output_embeddings().weight),
@@ -37,7 +36,7 @@ def test_new_rows_are_means_and_old_ones_stay(tmp_path, tied, dtype):
         assert torch.equal(new[:size], old)
         mean = old.double().mean(dim=0).to(dtype).float()
         torch.testing.assert_close(new[size:], mean.expand(2, -1))
-    read = AutoTokenizer.from_pretrained(tmp_path / "more")
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "more")
     assert read("a<|think|>b", add_special_tokens=False)["input_ids"][1] == size
     assert (tmp_path / "more" / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (tmp_path / "base" / "chat_template.jinja").read_text() == CHATML
