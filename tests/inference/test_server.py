@@ -111,6 +111,8 @@ def test_chats_go_through_the_template(served: Served) -> None:
         ("completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
         ("completions", {"prompt": "x", "best_of": 3}, 400, "best_of must be equal to n"),
         ("completions", {}, 400, "prompt: field required"),
+        ("completions", {"prompt": "\ud800"}, 400, "half a surrogate pair"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "half a surrogate pair"),
         ("chat/completions", {"messages": []}, 400, "messages is empty"),
         ("chat/completions", {"messages": [{"content": "x"}]}, 400, "every message needs a role"),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "the chat template"),
@@ -118,7 +120,8 @@ def test_chats_go_through_the_template(served: Served) -> None:
     ],
 )
 def test_wrong_requests_are_the_client_s_fault(served: Served, path: str, body: Any, status: int, message: str) -> None:
-    answer = httpx.post(f"{served.url}/v1/{path}", json=body)
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{served.url}/v1/{path}", content=json.dumps(body), headers=headers)
     assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), answer.text
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import psutil
 import torch
 
+from headway.data.tokenizer import TextTokenizer
 from headway.errors import ModelError, RequestError
 from headway.inference.blocks import BlockPool
 from headway.inference.decode_graphs import DecodeGraphs
@@ -121,7 +122,7 @@ class TextEngine:
         tokenizer = self.loaded.tokenizer
         if tokenizer is None:
             raise RequestError(f"{self.loaded.name} has no tokenizer", hint="send token ids instead of text")
-        ids = tokenizer.encode(text).tolist()
+        ids = encoded(tokenizer, text)
         if self.loaded.begin_id is not None and ids[:1] != [self.loaded.begin_id]:
             ids = [self.loaded.begin_id, *ids]
         if not ids and self.loaded.end_ids:
@@ -177,3 +178,12 @@ class TextEngine:
                 del self._streams[key]
             outputs.append(TextOutput(output, text))
         return outputs
+
+
+def encoded(tokenizer: TextTokenizer, text: str) -> list[int]:
+    """Return the tokens of a text; raise RequestError for half a surrogate pair, which JSON can hold and is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the prompt holds half a surrogate pair, which is no character") from None
+    return [int(token) for token in tokenizer.encode(text).tolist()]

@@ -23,6 +23,7 @@ from headway.inference.server.metrics import Metrics
 from headway.inference.server.protocol import ChatRequest, CompletionRequest
 from headway.inference.server.responses import Choice, chat_logprobs, completion_logprobs, head, usage
 from headway.inference.server.service import Draining, EngineService, Overloaded
+from headway.inference.text_engine import encoded
 
 MOST_BYTES = 32 << 20
 """Of a request's body."""
@@ -207,7 +208,7 @@ class _Routes:
         tokenizer = self.engine.loaded.tokenizer
         if tokenizer is None:
             raise RequestError(f"{self.name} has no tokenizer", hint="use completions with token ids")
-        prompt = _Prompt([int(token) for token in tokenizer.encode(text)], text, params, adapter)
+        prompt = _Prompt(encoded(tokenizer, text), text, params, adapter)
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         if body.stream:
             return await _event_stream(self._stream_chat(request_id, body, prompt))
