@@ -505,12 +505,12 @@ def headway(
     from headway.parallel.objective import SumScale, loss_of
     from headway.state.tensors import ModelShare
     from headway.track import RunFolder
-    from headway.train.build import draw_weights, reference_column
+    from headway.train.build import draw_weights
     from headway.train.cuda_graphs import passes_of
     from headway.train.feed import DeviceFeed
     from headway.train.objectives import NextToken, make_objective
     from headway.train.objectives.preference import REFERENCE
-    from headway.train.objectives.reference import WithReference
+    from headway.train.objectives.reference import WithReference, reference_column
     from headway.train.optim import build_optimizer, clip, lower, set_step, widen_gradients
     from headway.train.optimizer_in_backward import early_updates
 

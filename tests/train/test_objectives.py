@@ -10,11 +10,16 @@ import pytest
 import torch
 
 from headway.data.loader import Batch
-from headway.errors import ModelError
+from headway.errors import DataError, ModelError
 from headway.parallel.objective import DeviceBatch, SumScale, by_document, loss_of
-from headway.recipe.objective import CustomObjective, Dpo, Kto, Orpo, Sft, SimPo
+from headway.recipe import Recipe
+from headway.recipe.objective import CustomObjective, Dpo, Kto, Orpo, Pretrain, Sft, SimPo
+from headway.train.evaluate import held_out_loss
+from headway.train.feed import on_device
+from headway.train.loop import global_counts
 from headway.train.objectives import make_objective
 from headway.train.objectives.base import labels_per_document
+from headway.train.objectives.reference import column_file
 
 SEQ, WIDTH = 40, 6
 EXACT = {"rtol": 1e-5, "atol": 1e-5}
@@ -263,3 +268,63 @@ def test_the_class_of_the_guide_is_the_mean_over_labels(tmp_path, monkeypatch):
 def test_a_wrong_class_is_one_sentence(section, message):
     with pytest.raises(ModelError, match=re.escape(message)):
         make_objective(CustomObjective.model_validate({"kind": "custom", **section}))
+
+
+class TwoMeans:
+    """An objective of text: two sums with different counts."""
+
+    names = ("loss", "rows")
+    terms = 1
+    columns = frozenset()
+
+    def counts(self, batch):
+        return batch.trained, len(batch.labels)
+
+    def measure(self, logprobs_BL, batch):
+        return torch.stack((-logprobs_BL.sum(), logprobs_BL.new_tensor(float(len(batch.labels)))))
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_each_sum_has_its_own_count_also_where_no_label_is_masked(masks):
+    world = SimpleNamespace(size=2, data=SimpleNamespace(size=2), sum=lambda counts: 2 * counts)
+    feed, recipe = SimpleNamespace(masks=masks), SimpleNamespace(data=SimpleNamespace(seq=10))
+    parts = SimpleNamespace(world=world, feed=feed, recipe=recipe, objective=TwoMeans())
+    counts = global_counts(parts, 8, 40, (40.0, 4.0))
+    assert (counts.sums, counts.trained) == ((80.0, 8.0), 80)
+    parts.objective = make_objective(Pretrain())
+    assert global_counts(parts, 8, 40, (40.0,)) == ((80.0,), 80)
+
+
+def test_a_held_out_loss_is_a_mean_also_of_small_weights():
+    parts = SimpleNamespace(objective=SimpleNamespace(terms=2))
+    totals = torch.tensor([[0.5, 3.0, 7.0], [0.25, 0.0, 1.0]], dtype=torch.float64)
+    assert held_out_loss(parts, totals) == 5.0  # 0.5 / 0.25, and 3 over nothing; the third is no term
+
+
+def test_a_column_that_the_data_does_not_have_is_named():
+    with pytest.raises(DataError, match="needs 'weight' of each sample"):
+        on_device({}, {"weight"}, torch.device("cpu"))
+
+
+def test_reference_column_is_another_for_other_weights_or_precision(tmp_path):
+    """A hit for another base, adapter or quantization would compare with the wrong reference."""
+
+    def file_of(content: bytes, **recipe) -> str:
+        init = tmp_path / content.decode()
+        init.mkdir(exist_ok=True)
+        (init / "model.safetensors").write_bytes(content)
+        values = {"data": {"path": "d"}, "model": {"layers": 1, "init": str(init)}, "objective": {"kind": "dpo"}}
+        dataset = SimpleNamespace(version="v", path=tmp_path)
+        return column_file(Recipe.model_validate(values | recipe), SimpleNamespace(datasets=[dataset])).name
+
+    lora = {"rank": 4}
+    names = [
+        file_of(b"a"),
+        file_of(b"b"),
+        file_of(b"a", data={"path": "d", "seq": 64}),
+        file_of(b"a", train={"dtype": "bfloat16"}),
+        file_of(b"a", lora=lora | {"quantize": "nf4"}),
+    ]
+    assert len(set(names)) == len(names)
+    assert file_of(b"a", lora=lora) == file_of(b"a"), "adapters begin as zero: the base is the reference"
+    assert file_of(b"a", train={"lr": 1e-5}) == file_of(b"a")

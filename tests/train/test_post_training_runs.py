@@ -9,7 +9,7 @@ import pytest
 from chat_models import CHATML, byte_tokenizer, write_model_folder
 from headway.data.chat_build import ChatOptions, build_chat_dataset
 from headway.models import empty_decoder, init_weights, write_folder
-from headway.recipe import FaultPlan, Model, Recipe
+from headway.recipe import FaultPlan, Lora, Model, Recipe
 from headway.track import compare_runs
 
 WORDS = ["red", "green", "blue", "grey", "pink", "brown"]
@@ -43,7 +43,7 @@ def rows_of(kind: str) -> list[dict[str, Any]]:
 def base(tmp_path_factory) -> Path:
     """A folder with random weights, a byte tokenizer and a chat template."""
     folder, tokenizer = tmp_path_factory.mktemp("base") / "folder", byte_tokenizer()
-    model = Model(layers=2, dim=32, heads=2, kv_heads=1, vocab_size=tokenizer.vocab_size)
+    model = Model(layers=2, dim=64, heads=2, kv_heads=1, vocab_size=tokenizer.vocab_size)
     decoder = empty_decoder(model)
     init_weights(decoder, seed=3)
     write_folder(folder, model, decoder.state_dict())
@@ -57,7 +57,7 @@ def make_recipe(tmp_path, base):
         file = tmp_path / f"{kind}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(kind)))
         build_chat_dataset(tmp_path / kind, [str(file)], ChatOptions(str(base)))
-        model = Model(layers=2, dim=32, heads=2, kv_heads=1, init=str(base))
+        model = Model(layers=2, dim=64, heads=2, kv_heads=1, init=str(base))
         return Recipe.model_validate({
             "name": kind,
             "model": model.model_dump(),
@@ -88,6 +88,20 @@ def test_a_killed_run_ends_with_the_same_bits_and_learns(kind: str, lab, make_re
         assert alone.events("eval")[-1]["accuracy"] > 0.9
     if kind == "kto":
         assert steps[-1]["chosen"] - steps[-1]["rejected"] > steps[0]["chosen"] - steps[0]["rejected"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_adapters_learn_preferences_and_survive_a_kill(quantize: str | None, lab, make_recipe) -> None:
+    """The reference is the base, also for an attempt that resumes: adapters begin as zero."""
+    lora = Lora(rank=4, alpha=8, quantize=quantize)
+    recipe = Recipe.model_validate(make_recipe("dpo").model_dump() | {"lora": lora.model_dump()})
+    alone = lab.train(recipe)
+    assert alone.outcome.state == "finished", alone.outcome
+    assert alone.events("step")[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert alone.events("eval")[-1]["accuracy"] > 0.9
+    killed = lab.train(recipe, faults=FaultPlan().kill(step=7, rank=0, point="compute"))
+    assert compare_runs(killed.run, alone.run).equal
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -247,11 +248,7 @@ def write_folder(
     `sidecars` holds the files that came with the weights it started from.
     """
     config = model.to_config(seq)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder} already exists", hint="name a new folder, or remove that one")
-    partial_folder = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-    try:
-        partial_folder.mkdir(parents=True)
+    with new_model_folder(folder) as partial_folder:
         _write_weights(partial_folder, to_hf(weights, model), shard_bytes, progress)
         if tokenizer is not None:
             _write_tokenizer(partial_folder, tokenizer, seq)
@@ -259,7 +256,18 @@ def write_folder(
         if sidecars is not None:
             config = apply_sidecars(sidecars, partial_folder, config)
         dtype = weights["norm.weight"].dtype
-        _write_json(partial_folder / "config.json", config | {"dtype": dtype, "torch_dtype": dtype})
+        write_json(partial_folder / "config.json", config | {"dtype": dtype, "torch_dtype": dtype})
+
+
+@contextmanager
+def new_model_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write into, which becomes `folder` at the end, durably; after an error, there is none."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} already exists", hint="name a new folder, or remove that one")
+    partial_folder = folder.parent / f".{folder.name}.partial-{os.getpid()}"
+    try:
+        partial_folder.mkdir(parents=True)
+        yield partial_folder
         make_durable(partial_folder)
         partial_folder.rename(folder)
         make_durable(folder.parent)
@@ -291,7 +299,7 @@ def _write_weights(
                 progress(done, total)
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def write_weight_file(path: Path, weights: Mapping[str, LazyWeight]) -> Iterator[int]:
@@ -320,7 +328,7 @@ def _write_tokenizer(folder: Path, tokenizer: TokenizerFile, seq: int) -> None:
     if tokenizer.end_token is not None:
         settings["eos_token"] = tokenizer.end_token
     make_durable(folder / "tokenizer.json")
-    _write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "tokenizer_config.json", settings)
 
 
 def _header(file: Path) -> SafetensorsLayout:
@@ -366,6 +374,7 @@ def _abridged(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a durable JSON file."""
     with new_file(path) as file:
         file.write(json.dumps(value, indent=2).encode() + b"\n")

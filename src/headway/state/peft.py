@@ -10,9 +10,7 @@ adapters of a packed layer into one of a larger rank, B being block-diagonal: th
 
 import json
 import math
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +25,9 @@ from headway.recipe import Lora, Model
 from headway.recipe.lora import A, B, adapted_layers
 from headway.recipe.model import HfTensor
 from headway.state import hf_packing as packing
-from headway.state.durable import new_file
-from headway.state.huggingface import LazyWeight, write_weight_file
+from headway.state.huggingface import LazyWeight, new_model_folder, write_json, write_weight_file
 from headway.state.read_checkpoint import OpenCheckpoint, read_box
 from headway.state.safetensors_file import bits_dtype, read_header
-from headway.track import make_durable
 
 CONFIG, WEIGHTS, FACTS = "adapter_config.json", "adapter_model.safetensors", "headway.json"
 PREFIX = "base_model.model."
@@ -156,22 +152,11 @@ def write_adapter(folder: Path, model: Model, adapter: Adapter) -> None:
         joined = _joined(form, parts, model)
         ranks[module] = joined.a.shape[0]
         tensors |= {f"{PREFIX}{module}.lora_A.weight": joined.a, f"{PREFIX}{module}.lora_B.weight": joined.b}
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder} already exists", hint="name a new folder, or remove that one")
-    partial_folder = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-    try:
-        partial_folder.mkdir(parents=True)
-        _write_json(partial_folder / CONFIG, _config(model, adapter, ranks))
-        _write_json(partial_folder / FACTS, {"base": adapter.base})
+    with new_model_folder(folder) as partial_folder:
+        write_json(partial_folder / CONFIG, _config(model, adapter, ranks))
+        write_json(partial_folder / FACTS, {"base": adapter.base})
         for _ in write_weight_file(partial_folder / WEIGHTS, {name: _lazy(value) for name, value in tensors.items()}):
             pass
-        make_durable(partial_folder)
-        partial_folder.rename(folder)
-        make_durable(folder.parent)
-    except OSError as error:
-        raise ModelError(f"{folder} cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 def _lazy(values: Floats) -> LazyWeight:
@@ -375,8 +360,3 @@ def _json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{file} is not a JSON object")
     return value
-
-
-def _write_json(path: Path, value: Any) -> None:
-    with new_file(path) as file:
-        file.write(json.dumps(value, indent=2).encode() + b"\n")

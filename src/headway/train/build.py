@@ -1,7 +1,7 @@
 """Builds the parts of a training run, complete before the loop starts."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -42,18 +42,12 @@ from headway.track.heartbeat import HeartbeatWriter
 from headway.train.custom_init import initial_weights, load_buffers
 from headway.train.fail_together import fail_together
 from headway.train.fault_injector import WorkerFaultInjector
-from headway.train.feed import DeviceFeed, local_rows
+from headway.train.feed import DeviceFeed
 from headway.train.heartbeat_hooks import add_heartbeat_hooks
 from headway.train.meter import Meter, make_meter
-from headway.train.objectives import HostCounts, NextToken, make_objective
+from headway.train.objectives import CountedObjective, NextToken, make_objective
 from headway.train.objectives.preference import REFERENCE
-from headway.train.objectives.reference import (
-    WithReference,
-    column_file,
-    score_samples,
-    store_reference,
-    stored_reference,
-)
+from headway.train.objectives.reference import WithReference, mark_scored, reference_column
 from headway.train.optim import WeightEma, build_optimizer, freeze, lower, widen_gradients
 from headway.train.restore import restore
 from headway.train.stop import StopRequest
@@ -84,7 +78,7 @@ class Parts:
     feed: DeviceFeed
     corpus: Corpus
     reader: RowReader
-    objective: HostCounts
+    objective: CountedObjective
     held_out: np.ndarray
     """Held-out windows."""
     data_version: str
@@ -144,7 +138,7 @@ def build(
         with recorder.span("evaluation"):
             drawn = state is None or bool(base)
             first_weights = None if drawn else partial(draw_weights, spread.model, recipe, held, run)
-            mark = partial(_scored, recorder if world.first else None, beat)
+            mark = partial(mark_scored, recorder if world.first else None, beat)
             reader = WithReference(reader, reference_column(recipe, corpus, spread, world, mark, first_weights))
     optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
     average = WeightEma(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None
@@ -174,39 +168,6 @@ def build(
         stop=stop,
         start=start,
     )
-
-
-def _scored(recorder: Recorder | None, beat: HeartbeatWriter, before: int, done: int, total: int) -> None:
-    """Show progress of the reference's scores, at every percent."""
-    beat.mark()
-    if recorder is not None and before * 100 // total < done * 100 // total:
-        recorder.event("reference", done=done, total=total)
-
-
-def reference_column(
-    recipe: Recipe,
-    corpus: Corpus,
-    spread: ParallelModel,
-    world: World,
-    mark: Callable[[int, int, int], None],
-    draw: Callable[[], None] | None,
-) -> np.ndarray:
-    """Return the reference's log-probability of each sample, stored beside the data or computed from the initial
-    weights; `draw` sets those, None if the model has them."""
-    samples = sum(dataset.manifest.documents for dataset in corpus.datasets)
-    file = column_file(recipe, corpus)
-    stored = stored_reference(file, samples)
-    if not world.any(stored is None):
-        assert stored is not None
-        return stored
-    if draw is not None:
-        draw()
-    reader = corpus.reader()
-    rows = local_rows(reader, spread, world, np.arange(reader.windows), ("weight",))
-    values_S = score_samples(spread, world, rows, reader.windows, samples, mark)
-    if world.first:
-        store_reference(file, values_S)
-    return values_S
 
 
 def empty_model(model: Model) -> nn.Module:

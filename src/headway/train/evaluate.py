@@ -22,17 +22,16 @@ def evaluate(parts: Parts, step: int) -> float:
         parts.faults.reach("evaluation", step)
         spread.model.eval()
         totals = _totals(parts)
-        mean = _loss(parts, totals.sum(dim=0))
+        mean = held_out_loss(parts, totals.sum(dim=0))
         if parts.average is not None:
             with parts.average.standing_in():
-                more["loss_ema"] = _loss(parts, _totals(parts).sum(dim=0))
+                more["loss_ema"] = held_out_loss(parts, _totals(parts).sum(dim=0))
         spread.model.train()
     if world.first:
         if len(corpus.names) > 1:
             epochs = corpus.epochs(corpus.cursor_before(step + 1))
-            more["losses"] = {
-                name: _loss(parts, sums) for name, sums in zip(corpus.names, totals, strict=True) if sums[1].any()
-            }
+            by_name = zip(corpus.names, totals, strict=True)
+            more["losses"] = {name: held_out_loss(parts, sums) for name, sums in by_name if sums[1].any()}
             more["epochs"] = dict(zip(corpus.names, epochs, strict=True))
         if len(names) > 1:
             sums, counts = totals.sum(dim=0)
@@ -63,7 +62,7 @@ def _sums(parts: Parts, ids: Ids) -> Tensor:
     return totals
 
 
-def _loss(parts: Parts, totals: Tensor) -> float:
+def held_out_loss(parts: Parts, totals: Tensor) -> float:
     """Return the loss of sums and counts [2, K]: the sum of its terms' means."""
     sums, counts = totals[:, : parts.objective.terms]
-    return float((sums / counts.clamp(min=1)).sum())
+    return float((sums / counts.where(counts > 0, 1.0)).sum())

@@ -15,10 +15,11 @@ from torch import Tensor
 from headway.data import Loader
 from headway.data.loader import MASKED, Batch, RowReader
 from headway.data.order import Ids
+from headway.errors import DataError
 from headway.parallel import ParallelModel, World
 from headway.parallel.objective import DeviceBatch
 from headway.train.meter import DeviceMeter
-from headway.train.objectives import HostCounts, NextToken
+from headway.train.objectives import CountedObjective, NextToken
 
 TURNS = DeviceMeter.LAG + 2
 
@@ -45,7 +46,7 @@ class _Buffer(NamedTuple):
 class DeviceFeed:
     """Reads a step's rows and copies them to the device. A returned batch is valid for `TURNS` steps."""
 
-    def __init__(self, loader: Loader, device: torch.device, objective: HostCounts | None = None) -> None:
+    def __init__(self, loader: Loader, device: torch.device, objective: CountedObjective | None = None) -> None:
         self._loader, self._device = loader, device
         self._objective = objective or NextToken()
         self.masks = loader.masks
@@ -107,7 +108,13 @@ def local_rows(
 
 
 def on_device(columns: Mapping[str, np.ndarray], names: Collection[str], device: torch.device) -> dict[str, Tensor]:
-    """Return some columns on the device."""
+    """Return some columns on the device; raise DataError for one that the data does not have."""
+    missing = sorted(set(names) - columns.keys())
+    if missing:
+        raise DataError(
+            f"the objective needs {missing[0]!r} of each sample, which this data does not have",
+            hint="datasets of headway data build --chat have weights; reference values need objective dpo or kto",
+        )
     return {name: torch.from_numpy(columns[name]).to(device) for name in sorted(names)}
 
 

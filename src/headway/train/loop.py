@@ -25,6 +25,7 @@ from headway.train.cuda_graphs import passes_of
 from headway.train.evaluate import evaluate
 from headway.train.meter import MeasuredStep
 from headway.train.numerics import BadNumbers, NumericsMonitor
+from headway.train.objectives import NextToken
 from headway.train.optim import clip, set_step
 from headway.train.optimizer_in_backward import early_updates
 from headway.train.replica_check import ReplicaChecker
@@ -93,11 +94,8 @@ def train(
         # record returned steps; requests to stop and to save are reduced with the loss, so that all workers agree
         beat.enter("record")
         requests = [parts.stop.asked, saves.take_save_request(), saves.full()]
-        totals = world.sum(
-            torch.cat(
-                [*reported(parts, values), torch.tensor(requests, dtype=torch.float64, device=world.device)],
-            )
-        )
+        asked = torch.tensor(requests, dtype=torch.float64, device=world.device)
+        totals = world.sum(torch.cat([*reported(parts, values), asked]))
         note = {
             "step": step,
             "cursor": cursor,
@@ -193,9 +191,9 @@ class GlobalCounts(NamedTuple):
 
 
 def global_counts(parts: Parts, batch: int, trained: int, counts: tuple[float, ...]) -> GlobalCounts:
-    """Return the counts over all workers from this one's; without masks they are known."""
+    """Return the counts over all workers from this one's; those of labels are known where none is masked."""
     world = parts.world
-    if not parts.feed.masks:
+    if not parts.feed.masks and isinstance(parts.objective, NextToken):
         trained = batch * parts.recipe.data.seq
         return GlobalCounts((trained,), trained)
     total = world.sum(torch.tensor([trained, *counts], dtype=torch.float64)) * world.data.size / world.size

@@ -4,7 +4,7 @@ A method of post-training is an objective and a format of samples: the loop, the
 not know which one runs.
 """
 
-from headway.train.objectives.base import HostCounts, NextToken
+from headway.train.objectives.base import CountedObjective, NextToken
 from headway.train.objectives.choose import make_objective
 
-__all__ = ["HostCounts", "NextToken", "make_objective"]
+__all__ = ["CountedObjective", "NextToken", "make_objective"]

@@ -5,13 +5,13 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from headway.data.loader import Batch
+from headway.data.loader import MASKED, Batch
 from headway.parallel.objective import DeviceBatch, Objective, by_document
 
 Counts = tuple[float, ...]
 
 
-class HostCounts(Protocol):
+class CountedObjective(Protocol):
     """What the loop asks of every objective, besides its sums."""
 
     names: tuple[str, ...]
@@ -63,7 +63,7 @@ def labels_per_document(batch: Batch) -> np.ndarray:
     width = batch.columns["weight"].shape[1]
     rows = np.arange(len(batch.labels))[:, None] * (width + 1)
     bins = (rows + np.minimum(batch.documents, width)).ravel()
-    unmasked = (batch.labels != -100).ravel()
+    unmasked = (batch.labels != MASKED).ravel()
     counted = np.bincount(bins[unmasked], minlength=len(batch.labels) * (width + 1))
     return counted.reshape(-1, width + 1)[:, :width].astype(np.float64)
 
@@ -76,4 +76,4 @@ def sums_by_document(values_BL: Tensor, batch: DeviceBatch) -> Tensor:
 
 def lengths_by_document(batch: DeviceBatch) -> Tensor:
     """Return the number of labels of each document, at least 1."""
-    return sums_by_document((batch.labels != -100).float(), batch).clamp(min=1)
+    return sums_by_document((batch.labels != MASKED).float(), batch).clamp(min=1)

@@ -5,12 +5,12 @@ from typing import Any, cast
 from headway.errors import ModelError
 from headway.models.custom import load_name
 from headway.recipe.objective import AnyObjective, CustomObjective, Dpo, Kto, Orpo, Pretrain, Sft, SimPo
-from headway.train.objectives.base import HostCounts, NextToken, WeightedTokens
+from headway.train.objectives.base import CountedObjective, NextToken, WeightedTokens
 from headway.train.objectives.kto import KtoLoss
 from headway.train.objectives.preference import DpoLoss, OrpoLoss, SimPoLoss
 
 
-def make_objective(recipe: AnyObjective, weighted: bool = False) -> HostCounts:
+def make_objective(recipe: AnyObjective, weighted: bool = False) -> CountedObjective:
     """Return the objective of a recipe; `weighted`: whether some document's weight is not 1."""
     match recipe:
         case Pretrain():
@@ -29,7 +29,7 @@ def make_objective(recipe: AnyObjective, weighted: bool = False) -> HostCounts:
             return _custom(recipe)
 
 
-def _custom(recipe: CustomObjective) -> HostCounts:
+def _custom(recipe: CustomObjective) -> CountedObjective:
     """Construct an objective of the user's own, and check that it has what the loop needs."""
     cls = load_name(recipe.class_, "objective.class")
     try:
@@ -41,4 +41,4 @@ def _custom(recipe: CustomObjective) -> HostCounts:
         raise ModelError(
             f"{recipe.class_} has no {missing[0]}", hint="an objective has names, terms, columns, counts and measure"
         )
-    return cast(HostCounts, objective)
+    return cast(CountedObjective, objective)

@@ -24,6 +24,9 @@ from headway.data.order import Ids
 from headway.parallel import ParallelModel, World
 from headway.parallel.objective import DeviceBatch
 from headway.recipe import Recipe
+from headway.track import Recorder
+from headway.track.heartbeat import HeartbeatWriter
+from headway.train.feed import local_rows
 from headway.train.objectives.preference import REFERENCE
 
 FOLDER = ".columns"
@@ -53,6 +56,32 @@ class WithReference(RowReader):
         return batch._replace(columns={**batch.columns, REFERENCE: values})
 
 
+def reference_column(
+    recipe: Recipe,
+    corpus: Corpus,
+    spread: ParallelModel,
+    world: World,
+    mark: Callable[[int, int, int], None],
+    draw: Callable[[], None] | None,
+) -> np.ndarray:
+    """Return the reference's log-probability of each sample, stored beside the data or computed from the initial
+    weights; `draw` sets those, None if the model has them."""
+    samples = sum(dataset.manifest.documents for dataset in corpus.datasets)
+    file = column_file(recipe, corpus)
+    stored = stored_reference(file, samples)
+    if not world.any(stored is None):
+        assert stored is not None
+        return stored
+    if draw is not None:
+        draw()
+    reader = corpus.reader()
+    rows = local_rows(reader, spread, world, np.arange(reader.windows), ("weight",))
+    values_S = score_samples(spread, world, rows, reader.windows, samples, mark)
+    if world.first:
+        store_reference(file, values_S)
+    return values_S
+
+
 def column_file(recipe: Recipe, corpus: Corpus) -> Path:
     """Return where the column of a recipe is: in the first dataset, by a hash of what it depends on."""
     data = recipe.data
@@ -64,6 +93,7 @@ def column_file(recipe: Recipe, corpus: Corpus) -> Path:
         "model": recipe.model.model_dump(mode="json", exclude={"init"}),
         "weights": recipe.seed if init is None else _identity(init),
         "lora": None if recipe.lora is None or recipe.lora.init is None else _identity(recipe.lora.init),
+        "quantize": None if recipe.lora is None else recipe.lora.quantize,
         "dtype": [recipe.train.dtype, recipe.train.weights],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -73,9 +103,9 @@ def column_file(recipe: Recipe, corpus: Corpus) -> Path:
 def _identity(address: str) -> list[Any]:
     """Return the files of weights by name, size and hash; of a store, its address."""
     folder = Path(address)
-    if not folder.is_dir():
-        return [address]
     files = sorted(folder.rglob("*.safetensors"))
+    if not files:
+        return [address]
     return [[str(file.relative_to(folder)), file.stat().st_size, _hash(file)] for file in files]
 
 
@@ -134,3 +164,10 @@ def score_samples(
     spread.rest()
     spread.model.train()
     return world.sum(values_S).float().numpy()
+
+
+def mark_scored(recorder: Recorder | None, beat: HeartbeatWriter, before: int, done: int, total: int) -> None:
+    """Show progress of the reference's scores, at every percent."""
+    beat.mark()
+    if recorder is not None and before * 100 // total < done * 100 // total:
+        recorder.event("reference", done=done, total=total)
