@@ -25,7 +25,7 @@ CONTROL = [
     {"track", "hardware"},
     {"recipe"},
 ]
-TENSOR = [{"train", "inference", "measure"}, {"parallel"}, {"models"}, {"kernels"}]
+TENSOR = [{"train", "measure"}, {"inference"}, {"parallel"}, {"models"}, {"kernels"}]
 BASE = {"errors", "__init__"}
 CONTROL_SIDE = set.union(*CONTROL)
 TENSOR_SIDE = set.union(*TENSOR)

@@ -22,8 +22,7 @@ from headway.cli.text import print_json
 from headway.errors import UsageError
 from headway.evals.compare import compare_rows
 from headway.evals.recorded import Recorded, read_out, recorded_of
-from headway.evals.session import EvalOptions, EvalSession, OpenTask
-from headway.evals.task import load_task
+from headway.evals.session import EvalOptions, EvalSession, open_tasks
 from headway.track import RunFolder, write_evaluation
 
 
@@ -106,15 +105,7 @@ def _session(
     model: str, runs: Path | None, names: list[str], data: Path | None, given: dict[str, Any], options: EvalOptions
 ) -> tuple[EvalSession, RunFolder | None]:
     """Read the tasks and find the model; both are checked before anything runs."""
-    loaded = [load_task(name, data=data, changes=given, limit=options.limit) for name in names]
-    titles = [entry.task.name for entry in loaded]
-    if len(set(titles)) < len(titles):
-        twice = next(title for title in titles if titles.count(title) > 1)
-        raise UsageError(f"two tasks are called {twice!r}", hint="name each once, or set name in a task file")
-    tasks = [OpenTask.of(task, options) for task in loaded]
-    greedy = next((task.task.name for task in tasks if task.samples > 1 and task.temperature == 0), None)
-    if greedy is not None:
-        raise UsageError(f"all outputs of {greedy} are equal at temperature 0", hint="leave --samples out")
+    tasks = open_tasks(names, options, data=data, changes=given)
     source, shown = model_of(model, runs)
     session = EvalSession(source, shown, tasks, options)
     return session, RunFolder(Path(source["run"])) if "run" in source else None

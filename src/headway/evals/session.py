@@ -9,6 +9,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from headway import __version__
+from headway.errors import UsageError
 from headway.evals.questions import Question, make_questions, metric_of
 from headway.evals.results import (
     ScoredRow,
@@ -21,7 +22,7 @@ from headway.evals.results import (
 )
 from headway.evals.rows import file_sha256
 from headway.evals.scoring import scorer
-from headway.evals.task import LoadedTask, Task
+from headway.evals.task import LoadedTask, Task, load_task
 from headway.track.evaluations import Evaluation
 
 
@@ -104,6 +105,22 @@ class OpenTask:
         if question.choices:
             return score_choices(question, answer["logprobs"])
         return score_text(question, answer["logprob"], answer["tokens"])
+
+
+def open_tasks(
+    names: Sequence[str], options: EvalOptions, *, data: Path | None = None, changes: dict[str, Any] | None = None
+) -> list[OpenTask]:
+    """Load tasks and make their questions; `data` is the folder of named tasks, `changes` replace their settings."""
+    loaded = [load_task(name, data=data, changes=changes, limit=options.limit) for name in names]
+    titles = [entry.task.name for entry in loaded]
+    if len(set(titles)) < len(titles):
+        twice = next(title for title in titles if titles.count(title) > 1)
+        raise UsageError(f"two tasks are called {twice!r}", hint="name each once, or set name in a task file")
+    tasks = [OpenTask.of(task, options) for task in loaded]
+    greedy = next((task.task.name for task in tasks if task.samples > 1 and task.temperature == 0), None)
+    if greedy is not None:
+        raise UsageError(f"all outputs of {greedy} are equal at temperature 0", hint="leave --samples out")
+    return tasks
 
 
 class EvalSession:

@@ -81,7 +81,11 @@ def main() -> int:
 
 def evaluate(request: EvaluateRequest, say: Callable[[dict[str, Any]], None]) -> None:
     """Load the model and answer all questions."""
-    llm = LLM(request.load(), options=EngineOptions(**request.options))
+    answer_all(LLM(request.load(), options=EngineOptions(**request.options)), request, say)
+
+
+def answer_all(llm: LLM, request: EvaluateRequest, say: Callable[[dict[str, Any]], None]) -> None:
+    """Answer the questions of a request with a model that is loaded."""
     if llm.model.tokenizer is None:
         raise RequestError(f"{llm.model.name} has no tokenizer", hint="tasks are text: evaluation needs one")
     parameter = next(llm.model.module.parameters())

@@ -57,13 +57,17 @@ class LLM:
         runs: Path | None = None,
         options: EngineOptions | None = None,
         adapters: Mapping[str, str | Path] | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> None:
-        """`adapters` are folders of PEFT's, or checkpoints of runs, by the names that requests use."""
+        """`adapters` are folders of PEFT's, or checkpoints of runs, by the names that requests use.
+
+        `on_step` is called after every step of the engine.
+        """
         loaded = model if isinstance(model, LoadedModel) else load_model(model, device=device, dtype=dtype, runs=runs)
         if adapters:
             loaded.add_adapters({name: Path(path) for name, path in adapters.items()})
         self.engine = TextEngine(loaded, options)
-        self._count = 0
+        self._count, self._on_step = 0, on_step
 
     @property
     def model(self) -> LoadedModel:
@@ -160,3 +164,5 @@ class LLM:
                     left[number] -= 1
                     if left[number] == 0 and on_done is not None:
                         on_done(number, results[number])
+            if self._on_step is not None:
+                self._on_step()

@@ -193,6 +193,13 @@ def live_model(decoder: Decoder, tokenizer: TextTokenizer | None = None, *, name
     return loaded
 
 
+def live_run(module: nn.Module, recipe: Recipe, run: RunFolder, device: torch.device) -> LoadedModel:
+    """Return the model of a run that trains in this process, with the run's tokenizer and chat template."""
+    vocabulary = recipe.model.vocabulary if recipe.model.class_ is None else _tokenizer_size(run)
+    loaded = LoadedModel(run.name, module, device, vocabulary, _run_length(recipe, run))
+    return _with_text(loaded, run.companions, run.tokenizer_file, _end_of_text(run))
+
+
 def copy_into(module: nn.Module, weights: Mapping[str, Tensor], *, keep: bool = False) -> Callable[[], None]:
     """Return a function that copies weights into a module in place; with `keep`, theirs as they are now."""
     own = dict(module.named_parameters())

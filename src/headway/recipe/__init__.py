@@ -6,13 +6,14 @@ from headway.recipe.faults import Fault, FaultPlan
 from headway.recipe.load import load_recipe, nearest_keys, to_toml, with_settings
 from headway.recipe.lora import Lora
 from headway.recipe.model import Model, ModelLayout
-from headway.recipe.schema import Checkpoint, Data, Parallel, Recipe, Store, Train
+from headway.recipe.schema import Checkpoint, Data, Eval, Parallel, Recipe, Store, Train
 
 __all__ = [
     "CHANGEABLE",
     "Assignment",
     "Checkpoint",
     "Data",
+    "Eval",
     "Fault",
     "FaultPlan",
     "Lora",

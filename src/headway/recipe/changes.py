@@ -8,7 +8,7 @@ from typing import Any
 from headway.errors import RecipeError
 from headway.recipe.load import leaves
 from headway.recipe.model import ModelLayout
-from headway.recipe.schema import Checkpoint, Health, Parallel, Recipe, Store
+from headway.recipe.schema import Checkpoint, Eval, Health, Parallel, Recipe, Store
 
 CHANGEABLE = {
     "train.steps": "train longer or stop earlier (a cosine's remaining steps follow the new length)",
@@ -44,8 +44,7 @@ CHANGEABLE = {
     "data.path": "the folder may move; its version must stay",
     "data.mixture.*.path": "the folder may move; its version must stay",
     "data.skip": "only future steps see other samples",
-    "eval.every_steps": "measurement only",
-    "eval.windows": "measurement only",
+    **{f"eval.{key}": "measurement only" for key in Eval.model_fields},
     **{f"checkpoint.{key}": "durability only" for key in Checkpoint.model_fields},
     **{f"checkpoint.store.{key}": "durability only" for key in Store.model_fields},
     **{f"health.{key}": "monitoring only; its effects are recorded" for key in Health.model_fields},

@@ -62,12 +62,20 @@ class Parallel(Section):
 
 
 class Eval(Section):
-    """When to measure the loss on held-out windows."""
+    """When to measure the loss on held-out windows, and scores on tasks."""
 
     every_steps: NotNegative = 0
     """Evaluate every N steps and after the last; 0 never."""
     windows: Positive = 64
     """Most held-out windows to use."""
+    tasks: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Tasks to evaluate as `headway eval` does: task files (.toml), data files, or names such as gsm8k."""
+    tasks_every_steps: NotNegative = 0
+    """Evaluate the tasks every N steps and after the last; 0: only after the last."""
+    tasks_limit: Positive | None = None
+    """Ask only the first N questions of each task."""
+    tasks_data: str | None = None
+    """Folder of the data of named tasks."""
 
 
 class Store(Section):
@@ -149,7 +157,7 @@ class Recipe(Section):
     parallel: Parallel | None = None
     """The device mesh; without this section the plan decides."""
     eval: Eval = Field(default_factory=Eval)
-    """When to measure the loss on held-out windows."""
+    """When to measure the loss on held-out windows, and scores on tasks."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """When to make the state durable, and what to keep."""
     health: Health = Field(default_factory=Health)

@@ -23,6 +23,7 @@ from headway.track import chain
 from headway.train.build import Parts, RunProgress
 from headway.train.cuda_graphs import passes_of
 from headway.train.evaluate import evaluate
+from headway.train.evaluate_tasks import evaluate_tasks, tasks_of
 from headway.train.meter import MeasuredStep
 from headway.train.numerics import BadNumbers, NumericsMonitor
 from headway.train.objectives import NextToken
@@ -49,6 +50,7 @@ def train(
     watch = watch or NumericsMonitor(recipe.health)
     every, copies = recipe.health.compare_every_steps, world.axis("replicate").size
     replicas = ReplicaChecker(parameters, world, every, step, doubt) if every and copies > 1 else None
+    tasks = tasks_of(recipe.eval)
     parts.faults.reach("restore", step + 1)
 
     while step < recipe.train.steps and not wanted.stop:
@@ -113,7 +115,8 @@ def train(
         evaluation = is_due(step, recipe.eval.every_steps, recipe.train.steps) and parts.held_out.size > 0
         tiers = tiers_at(recipe.checkpoint, step, requested=wanted.save)
         compared = replicas is not None and replicas.due(step)
-        if evaluation or tiers or compared or wanted.stop:
+        tested = bool(tasks) and is_due(step, recipe.eval.tasks_every_steps or recipe.train.steps, recipe.train.steps)
+        if evaluation or tested or tiers or compared or wanted.stop:
             for result in meter.drain():
                 recorded, wanted = record(parts, watch, recorded, result, wanted)
         saving = bool(tiers) and not wanted.stop and step < recipe.train.steps
@@ -122,6 +125,9 @@ def train(
         if evaluation:
             beat.enter("evaluate")
             evaluate(parts, step)
+        if tested:
+            beat.enter("evaluate")
+            evaluate_tasks(parts, tasks, step)
         if saving:
             wanted = replace(wanted, save=False)
             beat.enter("save")

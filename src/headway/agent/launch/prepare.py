@@ -17,10 +17,12 @@ from headway.agent.launch.auto_plan import PlannedRecipe, plan_run, replan_run, 
 from headway.agent.launch.mesh_checks import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.saving.restore_points import is_taken, newest_in_store, newest_on_disk
 from headway.data.corpus import open_corpus
-from headway.errors import ModelError, RecipeError, RunError, StateError, UsageError, WrongDataVersion
+from headway.errors import HeadwayError, ModelError, RecipeError, RunError, StateError, UsageError, WrongDataVersion
+from headway.evals.session import EvalOptions, open_tasks
+from headway.evals.task import shipped_tasks
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
-from headway.recipe import Data, FaultPlan, Model, Parallel, Recipe, changed_keys, check_resumable, with_settings
+from headway.recipe import Data, Eval, FaultPlan, Model, Parallel, Recipe, changed_keys, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
 from headway.recipe.lora import adapted_layers
 from headway.recipe.patterns import matched
@@ -153,6 +155,8 @@ def resume_run(
     reached = summarize(run).step
     check_resumable(old, new, run.name, reached, lambda words: command(root, "train", words))
     new = _same_data(new, run)
+    if new.eval != old.eval:
+        new = new.model_copy(update={"eval": resolve_tasks(new.eval)})
     if new.lora is not None:
         check_base(new.lora, new.model)
     check_store(new, ask=False)
@@ -308,6 +312,7 @@ def _faults() -> FaultPlan:
 def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
     """Fill in what only files know: the data version, the model's shape and vocabulary."""
     recipe, vocabulary = pin_data(recipe)
+    recipe = recipe.model_copy(update={"eval": resolve_tasks(recipe.eval)})
     model = resolve_model(recipe.model, root)
     if model.class_ is not None:
         return recipe.model_copy(update={"model": model})  # the process that initializes it checks it on the data
@@ -322,6 +327,19 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
             else "set model.init to the folder that the data was built with, or build the data with this one's",
         )
     return resolve_lora(recipe.model_copy(update={"model": model}))
+
+
+def resolve_tasks(settings: Eval) -> Eval:
+    """Check the tasks that are evaluated during training, and make their paths absolute."""
+    data = None if settings.tasks_data is None else Path(settings.tasks_data).absolute()
+    try:
+        open_tasks(settings.tasks, EvalOptions(limit=settings.tasks_limit), data=data)
+    except HeadwayError as error:
+        hint = (error.hint or "").replace("with --data DIR", "with eval.tasks_data")
+        raise RecipeError(f"eval.tasks: {error.message}", hint=hint) from None
+    named = shipped_tasks()
+    tasks = tuple(name if name in named else str(Path(name).absolute()) for name in settings.tasks)
+    return settings.model_copy(update={"tasks": tasks, "tasks_data": None if data is None else str(data)})
 
 
 def resolve_lora(recipe: Recipe) -> Recipe:
