@@ -93,7 +93,12 @@ def test_formats_of_rows(tmp_path, model, row, texts):
         ({"messages": 3}, "messages is a int, not a list of messages"),
         ({"messages": []}, "no messages"),
         ({"messages": [USER, ANSWER], "tools": "x"}, "tools is a string, but not JSON"),
-        ({"messages": [{"role": "user"}, ANSWER]}, "the chat template refuses the conversation"),
+        ({"messages": [{"role": "user"}, ANSWER]}, "message 1 has no content"),
+        (
+            {"messages": [USER, {"role": "asistant", "content": "a"}, ANSWER]},
+            "message 2 has the unknown role 'asistant'",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "a part of type 'image_url'"),
         ({"conversations": [{"from": "alien", "value": "hi"}]}, "is from 'alien'; known: human"),
         ({"prompt": "hi", "chosen": "yo", "rejected": "yo"}, "chosen and rejected are equal"),
         ({"prompt": "hi", "chosen": "yo"}, "no rejected answer"),

@@ -11,6 +11,7 @@ from tokenizers import normalizers
 from chat_models import TEMPLATES, byte_tokenizer, chat_template
 from headway.data.chat_rows import Conversation
 from headway.data.chat_samples import ASSISTANT, render_with, split_samples
+from headway.data.chat_template import ChatTemplate
 from headway.data.chat_tokens import SampleEncoder, end_pattern
 from headway.data.template_layout import LayoutMismatch, Refused, SampleMaker, make_samples
 
@@ -156,7 +157,7 @@ def test_messages_before_the_completion_and_with_weight_0_are_not_trained():
     [
         ("chatml", ["user"], "no assistant turn to train on"),
         ("chatml", ["assistant"], "no assistant turn to train on"),
-        ("plain-text", ["user", "nothing"], "no assistant turn to train on"),
+        ("plain-text", ["user", "tool"], "no assistant turn to train on"),
     ],
 )
 def test_conversations_without_a_turn_to_train_are_refused(name, messages, reason):
@@ -250,3 +251,37 @@ class TestLayouts:
         first, second, third = make_samples(maker, rows)
         assert second == Refused("the chat template does not end")
         assert first == third != second
+
+
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain-text", "drops-reasoning"])
+def test_parts_and_null_content_are_trained_on_as_the_text_that_the_server_sees(name):
+    """The reference is transformers, which is given plain strings."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]
+    messages = [{"role": "user", "content": parts}, {**CALL, "content": None}, {"role": "tool", "content": "1"}]
+    plain = [{"role": "user", "content": "hi\nthere"}, {**CALL, "content": ""}, {"role": "tool", "content": "1"}]
+    template, tokenizer = chat_template(name), TOKENIZERS["bytes"]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "one"}]}
+    (theirs,), _ = render_jinja_template(
+        conversations=[plain], chat_template=template.text, add_generation_prompt=True, bos_token="<bos>"
+    )
+    assert template.render(messages) == theirs
+    samples = encoded(template, tokenizer, [*messages, answer])
+    same = encoded(template, tokenizer, [*plain, {"role": "assistant", "content": "one"}])
+    ids = np.concatenate(samples[0].ids)
+    assert ids.tolist() == np.concatenate(same[0].ids).tolist()
+    prompt = tokenizer.encode(theirs).tolist()
+    assert ids[: len(prompt)].tolist() == prompt
+
+
+def test_a_template_that_goes_through_parts_gets_them():
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m['content'] %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert template.render([{"role": "user", "content": parts}, {"role": "user", "content": "c"}]) == "[a][b]c"

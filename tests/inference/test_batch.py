@@ -1,6 +1,7 @@
 """`headway generate`: answers of a file of prompts, resumed after an interruption."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +68,82 @@ def test_answers_are_the_model_s_and_an_interrupted_file_is_completed(
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([{"prompt": "x"}, {"promt": "x"}], r"in.jsonl:2: promt: extra inputs"),
+        ([{"prompt": "x"}, {"promt": "x"}], r"in.jsonl:2: unknown key 'promt'"),
+        ([{"prompt": "x"}, {"prompt": 1.5}], r"in.jsonl:2: prompt: this is neither text nor token ids"),
+        ([{"prompt": "x"}, 3], r"in.jsonl:2: this is no JSON object"),
+        ([{"messages": {"role": "user"}}], r"in.jsonl:1: messages: this is no list of messages"),
+        ([{"prompt": "x"}, {"prompt": [-1]}], r"in.jsonl:2: token id -1 is not in the vocabulary of 290"),
+        (
+            [{"prompt": "x"}, {"prompt": [5] * 100}],
+            r"in.jsonl:2: the prompt has 100 tokens, but the model takes 100 in",
+        ),
+        ([{"prompt": [5] * 93}], r"in.jsonl:1: the prompt has 93 tokens and max_tokens is 8, but the model takes 100"),
         ([{}], r"in.jsonl:1 needs either a prompt or messages"),
-        ([{"prompt": "x", "params": {"temperature": -1}}], r"in.jsonl:1: temperature: "),
+        ([{"prompt": "x", "params": {"temperature": -1}}], r"in.jsonl:1: params: temperature: "),
+        ([{"prompt": "x", "params": {"temprature": 1}}], r"in.jsonl:1: params: temprature: "),
         ([{"messages": [{"role": "user", "content": "x"}]}], r"in.jsonl:1: tiny has no chat template"),
     ],
 )
 def test_wrong_lines_are_named(loaded: LoadedModel, tmp_path: Path, lines: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         run_batch(request(tmp_path, lines))
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_file_with_other_content_is_not_appended_to(loaded: LoadedModel, tmp_path: Path) -> None:
     for content in ("notes\n", '{"index": 7}\n'):
         (tmp_path / "out.jsonl").write_text(content)
-        with pytest.raises(DataError, match=r"other content|another input"):
+        with pytest.raises(DataError, match=r"other content|to other prompts"):
             run_batch(request(tmp_path, LINES))
         assert (tmp_path / "out.jsonl").read_text() == content
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"params": {"max_tokens": 8, "seed": 4}},
+        {"params": {"max_tokens": 7, "seed": 3}},
+        {"dtype": "bfloat16"},
+        "prompt",
+    ],
+    ids=["seed", "length", "dtype", "prompt"],
+)
+def test_answers_to_something_else_are_not_taken_over(
+    loaded: LoadedModel, tmp_path: Path, change: dict[str, Any] | str
+) -> None:
+    run_batch(request(tmp_path, LINES))
+    before = (tmp_path / "out.jsonl").read_bytes()
+    other = (
+        request(tmp_path, [LINES[0], LINES[1], {"prompt": "y"}])
+        if isinstance(change, str)
+        else request(tmp_path, LINES).model_copy(update=change)
+    )
+    with pytest.raises(DataError, match="has answers of another model, or to other prompts or sampling parameters"):
+        run_batch(other)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_another_model_s_answers_are_not_taken_over_and_more_prompts_are_added(
+    loaded: LoadedModel, tmp_path: Path, capsys
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("1")
+    first = request(tmp_path, LINES[:1]).model_copy(update={"folder": folder})
+    run_batch(first)
+    capsys.readouterr()
+    more = request(tmp_path, LINES).model_copy(update={"folder": folder})
+    run_batch(more)
+    assert json.loads(capsys.readouterr().out.splitlines()[0]) == {"total": 3, "done": 1}
+    os.utime(folder / "model.safetensors", ns=(1, 1))  # other weights in the same place
+    with pytest.raises(DataError, match="answers of another model"):
+        run_batch(more)
+    with pytest.raises(DataError, match="answers of another model"):
+        run_batch(more.model_copy(update={"folder": tmp_path}))
+
+
+def test_a_default_length_is_cut_to_the_context(loaded: LoadedModel, tmp_path: Path) -> None:
+    plain = request(tmp_path, [{"prompt": [5] * 93}]).model_copy(update={"params": {"seed": 3}})
+    run_batch(plain)
+    (line,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert line["outputs"][0]["tokens"] == 7

@@ -157,7 +157,7 @@ def test_impossible_requests_are_refused(decoder: Decoder, prompt: list[int], pa
 
 def test_a_request_larger_than_the_cache_is_refused_with_the_numbers(decoder: Decoder) -> None:
     llm = make(decoder, max_length=5000)
-    with pytest.raises(RequestError, match="prompt and output have 600 tokens, but the KV cache has room for 400"):
+    with pytest.raises(RequestError, match="300 tokens and max_tokens is 300, but the KV cache has room for 400"):
         llm.generate([[1] * 300], SamplingParams(max_tokens=300))
 
 

@@ -97,6 +97,50 @@ def test_chats_go_through_the_template(served: Served) -> None:
     assert "".join(pieces) == expected.text
 
 
+def test_parts_of_text_are_text_and_no_content_is_empty(served: Served) -> None:
+    """An assistant's turn with tool calls has null content in OpenAI's form."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+
+    def ask(*contents: Any) -> tuple[str, int]:
+        messages = [
+            {"role": "user", "content": contents[0]},
+            {"role": "assistant", "content": contents[1], "tool_calls": calls},
+            {"role": "user", "content": contents[2]},
+        ]
+        answer = served.client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, temperature=0)
+        return answer.choices[0].message.content, answer.usage.prompt_tokens
+
+    parts = [{"type": "text", "text": "def"}, {"type": "text", "text": "steps"}]
+    assert ask(parts, None, [{"type": "text", "text": "head"}]) == ask("def\nsteps", "", "head")
+
+
+def test_special_tokens_are_no_text_unless_they_are_asked_for(served: Served) -> None:
+    end = served.loaded.tokenizer.end_of_text
+    always = {"model": "tiny", "prompt": "def", "max_tokens": 3, "logit_bias": {str(end): 100}}
+    plain = served.client.completions.create(**always)
+    shown = served.client.completions.create(**always, extra_body={"skip_special_tokens": False})
+    assert (plain.choices[0].text, shown.choices[0].text) == ("", "<|endoftext|>" * 3)
+
+
+def test_tools_that_the_template_ignores_are_refused() -> None:
+    served = Served(loaded=load("{% for m in messages %}{{ m['content'] }}{% endfor %}"))
+    try:
+        always = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        with pytest.raises(openai.BadRequestError, match="the chat template does not use tools"):
+            served.client.chat.completions.create(**always, tools=tools)
+        served.client.chat.completions.create(**always, tools=tools, tool_choice="none")
+    finally:
+        served.close()
+
+
+def test_a_default_length_is_cut_to_the_context(served: Served) -> None:
+    answer = served.client.completions.create(model="tiny", prompt=[5] * 195)
+    assert answer.usage.completion_tokens == 5
+    chat = served.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
+    assert chat.usage.total_tokens == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
@@ -106,6 +150,17 @@ def test_chats_go_through_the_template(served: Served) -> None:
         ("completions", {"prompt": [[]]}, 400, "the prompt is empty"),
         ("completions", {"prompt": [5, 900]}, 400, "token id 900 is not in the vocabulary of 300"),
         ("completions", {"prompt": [1] * 300}, 400, "the prompt has 300 tokens, but the model takes 200 in all"),
+        (
+            "completions",
+            {"prompt": [1] * 150, "max_tokens": 51},
+            400,
+            "the prompt has 150 tokens and max_tokens is 51, but the model takes 200 in all; ask for 50 tokens or",
+        ),
+        ("completions", {"prompt": [-1]}, 400, "token id -1 is not in the vocabulary of 300"),
+        ("completions", {"prompt": 1.5}, 400, "prompt: this is neither text nor token ids, nor a list of them"),
+        ("completions", {"prompt": "x", "logit_bias": {"999": 1}}, 400, "logit_bias: token id 999 is not in the voc"),
+        ("completions", {"prompt": "x", "stop_token_ids": [999]}, 400, "stop_token_ids: token id 999 is not in the"),
+        ("completions", {"prompt": "x", "stream_options": {"a": 1}}, 400, "unknown field stream_options.a"),
         ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
         ("completions", {"prompt": "x", "n": 0}, 400, "n: "),
         ("completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
@@ -114,8 +169,17 @@ def test_chats_go_through_the_template(served: Served) -> None:
         ("completions", {"prompt": "\ud800"}, 400, "half a surrogate pair"),
         ("chat/completions", {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "half a surrogate pair"),
         ("chat/completions", {"messages": []}, 400, "messages is empty"),
-        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "every message needs a role"),
-        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "the chat template"),
+        ("chat/completions", {"messages": {"role": "user"}}, 400, "messages: this is no list of messages"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "message 1 has no role"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "message 1 has no content"),
+        ("chat/completions", {"messages": [{"role": "asistant", "content": "x"}]}, 400, "unknown role 'asistant'"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, 400, "content is neither text nor a list"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+            "message 1 has a part of type 'image_url'; only text is supported",
+        ),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, 400, "logprobs"),
     ],
 )

@@ -25,8 +25,12 @@ def generate(
             metavar="IN.jsonl", help='Lines of {"prompt": ...} or {"messages": [...]}, with optional "params".'
         ),
     ],
-    out: Annotated[Path, typer.Option(help="File to append answers to; inputs that it has already are skipped.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 256,
+    out: Annotated[
+        Path | None, typer.Option(help="File to append answers to; inputs that it has already are skipped.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of tokens to generate (default: 256, or what fits).")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="Sampling temperature (0 = greedy).")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Sample from the top K tokens (0 = off).")] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from the top share of mass.")] = None,
@@ -40,6 +44,10 @@ def generate(
     """Run a file of prompts through a model; resumable."""
     if not inputs.is_file():
         raise UsageError(f"no file {inputs}", hint='it has lines of {"prompt": "..."}')
+    if out is None:
+        raise UsageError("--out is needed", hint=f"headway generate {model} {inputs} --out answers.jsonl")
+    if out.is_dir() or not out.parent.is_dir():
+        raise UsageError(f"cannot write {out}", hint="name a file in a folder that exists")
     source, name = model_of(model, runs)
     sampling = {
         "max_tokens": max_tokens,

@@ -33,7 +33,9 @@ def sample(
     run: RunAtStep,
     prompt: Prompt = None,
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint (default: the newest).")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of tokens to generate (default: 100, or what fits).")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature (0 = greedy).")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the top K tokens (0 = off).")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same text.")] = 0,

@@ -6,6 +6,7 @@ conversation, in a thread that is interrupted when it takes too long or writes t
 
 import ctypes
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headway.data.chat_messages import normal_messages
 from headway.errors import DataError, ModelError, RequestError
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -48,12 +50,17 @@ class ChatTemplate:
         Raise RequestError if the template refuses the conversation, ModelError if the template is wrong.
         """
         compiled = self.compiled()
-        return guarded(partial(write, compiled, self.names(messages, tools, add_generation_prompt)))
+        if tools and not _names_tools(self.text):
+            raise RequestError(
+                "the chat template does not use tools", hint='leave them out, or set tool_choice to "none"'
+            )
+        names = self.names(normal_messages(messages, self.text), tools, add_generation_prompt)
+        return guarded(partial(write, compiled, names))
 
     def names(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
     ) -> dict[str, Any]:
-        """Return everything that the template can refer to."""
+        """Return everything that the template can refer to; messages as `normal_messages` returns them."""
         return {
             **self.special_tokens,
             **self.arguments,
@@ -71,6 +78,10 @@ class ChatTemplate:
             return _compiled(self.text)
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template is wrong: {error}") from None
+
+
+def _names_tools(template: str) -> bool:
+    return re.search(r"\btools\b", template) is not None
 
 
 def import_jinja() -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
+from headway.data.chat_messages import normal_messages
 from headway.data.chat_rows import BadRow, Conversation
 from headway.data.chat_samples import Sample, TextPiece, render_with, split_samples
 from headway.data.chat_template import ChatTemplate, guarded, sandbox, why_refused, write
@@ -313,6 +314,11 @@ class SampleMaker:
     def samples(self, conversation: Conversation) -> list[Sample]:
         """Return the samples of a conversation; raise BadRow, or what the template raises. May run the template: call
         it inside `guarded`."""
+        try:
+            messages = normal_messages(conversation.messages, self.template.text)
+        except RequestError as error:
+            raise BadRow(error.message if error.hint is None else f"{error.message}; {error.hint}") from None
+        conversation = conversation._replace(messages=messages)
         key = self._key(conversation)
         if key is None:
             return self._rendered(conversation)

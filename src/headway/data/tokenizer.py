@@ -62,9 +62,9 @@ class TextTokenizer:
         encodings = self.raw.encode_batch(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decode token ids to text, special tokens included."""
-        return str(self.raw.decode([int(i) for i in ids], skip_special_tokens=False))
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """Decode token ids to text; special tokens are included unless they are skipped."""
+        return str(self.raw.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
 
     def separable(self, left: str, right: str) -> bool:
         """Whether two texts get the same tokens separately as together."""

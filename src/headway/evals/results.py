@@ -1,7 +1,5 @@
 """What a model answered to scored rows, and rows to metrics with confidence intervals."""
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -69,11 +67,6 @@ def metrics_of(kind: str, rows: Sequence[ScoredRow], samples: int = 1) -> tuple[
 def cut_outputs(rows: Sequence[ScoredRow]) -> int:
     """Return how many outputs ended at max_tokens."""
     return sum(output.get("finish") == "length" for row in rows for output in row.get("outputs", ()))
-
-
-def fingerprint_of(**facts: Any) -> str:
-    """Return a hash of what scores depend on."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _share(name: str, means: Sequence[float], samples: int) -> EvalMetric:

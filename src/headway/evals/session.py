@@ -14,7 +14,6 @@ from headway.evals.questions import Question, make_questions, metric_of
 from headway.evals.results import (
     ScoredRow,
     cut_outputs,
-    fingerprint_of,
     metrics_of,
     score_choices,
     score_outputs,
@@ -23,6 +22,7 @@ from headway.evals.results import (
 from headway.evals.rows import file_sha256
 from headway.evals.scoring import scorer
 from headway.evals.task import LoadedTask, Task, load_task
+from headway.state.model_identity import fingerprint_of, model_identity
 from headway.track.evaluations import Evaluation
 
 
@@ -131,7 +131,7 @@ class EvalSession:
         self.facts: dict[str, Any] = {}
         """Device and precision, once the model is loaded."""
         self._started, self._seconds = time.time(), 0.0
-        identity = {**source, "changed": _newest_change(source)}
+        identity = model_identity(source)
         how = {key: value for key, value in asdict(options).items() if key not in ("limit", "device")}
         self.fingerprints = [
             fingerprint_of(model=identity, sha256=task.sha256, task=task.task.model_dump(), options=how)
@@ -217,11 +217,3 @@ class EvalSession:
             started=self._started,
             seconds=self._seconds,
         )
-
-
-def _newest_change(source: Mapping[str, str]) -> int:
-    """Return when the weights of a model were last written (ns)."""
-    folder = source.get("folder") or source.get("checkpoint")
-    if folder is None:
-        return 0
-    return max((path.stat().st_mtime_ns for path in Path(folder).glob("*") if path.is_file()), default=0)

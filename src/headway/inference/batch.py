@@ -2,14 +2,16 @@
 
 Reads one request, a JSON object, from stdin; appends a line to the output file as each input is complete. Writes JSON
 lines to stdout: {"total", "done"} once it begins and after each input, or on an error a last {"error", "hint"} and the
-error's exit status. Inputs that the output file has already are not run again.
+error's exit status. Inputs that the output file has already are not run again: each answer carries a fingerprint of its
+model, input and sampling parameters, and answers to anything else are refused.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,10 +20,13 @@ from headway.inference.chat import render_chat
 from headway.inference.llm import LLM, Generated
 from headway.inference.load import ModelSource
 from headway.inference.params import SamplingParams
-from headway.inference.text_engine import EngineOptions
+from headway.inference.text_engine import EngineOptions, encoded
+from headway.state.model_identity import fingerprint_of, model_identity
 
 AT_ONCE = 4096
 """Inputs that are in memory at the same time."""
+DEFAULT_TOKENS = 256
+"""Tokens to generate at most where nothing says how many; fewer where the context has no room for them."""
 
 
 class BatchRequest(ModelSource):
@@ -55,22 +60,34 @@ def main() -> int:
 
 def run_batch(request: BatchRequest) -> None:
     """Run the inputs that the output does not have yet."""
-    lines = list(_read(request.inputs))  # all are checked before the model is loaded
-    done = _done(request.output, len(lines))
+    lines = list(_read(request))  # all are checked before the model is loaded
+    source = request.model_dump(mode="json", include={"folder", "run", "checkpoint", "store", "adapters", "dtype"})
+    model = model_identity({key: value for key, value in source.items() if value})
+    marks = [
+        fingerprint_of(
+            model=model, prompt=line.prompt, messages=line.messages, params={**request.params, **line.params}
+        )
+        for line in lines
+    ]
+    done = _done(request.output, marks)
     left = [index for index in range(len(lines)) if index not in done]
     _say(total=len(lines), done=len(done))
     if not left:
         return
     llm = LLM(request.load(), options=EngineOptions(**request.options))
     count = len(done)
-    with request.output.open("a", encoding="utf-8") as output:
+    with contextlib.ExitStack() as stack:
+        output: IO[str] | None = None
         for first in range(0, len(left), AT_ONCE):
             some = left[first : first + AT_ONCE]
             prompts, params = zip(*(_prompt(llm, request, lines[index], index) for index in some), strict=True)
+            if output is None:  # once there is something to answer: a start that fails leaves no file
+                output = stack.enter_context(request.output.open("a", encoding="utf-8"))
 
-            def write(place: int, result: Generated, some: list[int] = some) -> None:
+            def write(place: int, result: Generated, some: list[int] = some, output: IO[str] = output) -> None:
                 nonlocal count
-                output.write(json.dumps(_answer(some[place], result), ensure_ascii=False) + "\n")
+                answer = _answer(some[place], marks[some[place]], result)
+                output.write(json.dumps(answer, ensure_ascii=False) + "\n")
                 output.flush()
                 count += 1
                 _say(total=len(lines), done=count)
@@ -78,8 +95,9 @@ def run_batch(request: BatchRequest) -> None:
             llm.generate(list(prompts), list(params), on_done=write)
 
 
-def _read(path: Path) -> Iterator[InputLine]:
-    """Yield the lines of the input file."""
+def _read(request: BatchRequest) -> Iterator[InputLine]:
+    """Yield the lines of the input file, with parameters that can be used."""
+    path = request.inputs
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -88,52 +106,87 @@ def _read(path: Path) -> Iterator[InputLine]:
         try:
             entry = InputLine.model_validate_json(line)
         except ValidationError as error:
-            mistake = error.errors()[0]
-            place = ".".join(str(part) for part in mistake["loc"])
             raise DataError(
-                f"{path}:{number}: {place + ': ' if place else ''}{what_is_wrong(mistake)}",
+                f"{path}:{number}: {_mistake(error)}",
                 hint='a line is {"prompt": "..."} or {"messages": [...]}, with "params" if it has its own',
             ) from None
         if (entry.prompt is None) == (entry.messages is None):
             raise DataError(f"{path}:{number} needs either a prompt or messages")
+        try:
+            SamplingParams(**{**request.params, **entry.params})
+        except ValidationError as error:
+            mistake = error.errors()[0]
+            name = f"{mistake['loc'][0]}: " if mistake["loc"] else ""
+            hint = (
+                "parameters of a line are named in docs/inference.md" if mistake["type"] == "extra_forbidden" else None
+            )
+            raise DataError(f"{path}:{number}: params: {name}{what_is_wrong(mistake)}", hint=hint) from None
         yield entry
 
 
-def _done(output: Path, total: int) -> set[int]:
+def _mistake(error: ValidationError) -> str:
+    """Return what is wrong with a line."""
+    mistake = error.errors()[0]
+    match mistake["type"], mistake["loc"]:
+        case "json_invalid", _:
+            return f"not JSON ({mistake['ctx']['error']})"
+        case "model_type", ():
+            return "this is no JSON object"
+        case "extra_forbidden", (name, *_):
+            return f"unknown key {name!r}"
+        case _, ("prompt", *_):
+            return "prompt: this is neither text nor token ids"
+        case _, ("messages",):
+            return "messages: this is no list of messages"
+        case _, (*place, last) if place:
+            return f"{place[0]}[{last}]: {what_is_wrong(mistake)}"
+    return ".".join(map(str, mistake["loc"])) + f": {what_is_wrong(mistake)}"
+
+
+def _done(output: Path, marks: list[str]) -> set[int]:
     """Return the inputs that the output file has; a line cut short by a crash is removed."""
     if not output.exists():
         return set()
     content = output.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
+    try:
+        answers = [json.loads(line) for line in whole.splitlines()]
+        done = {int(answer["index"]): answer.get("request") for answer in answers}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DataError(f"{output} has other content", hint="name another file with --out") from None
+    if any(not 0 <= index < len(marks) or marks[index] != mark for index, mark in done.items()):
+        raise DataError(
+            f"{output} has answers of another model, or to other prompts or sampling parameters",
+            hint="name another file with --out, or remove it",
+        )
     if len(whole) < len(content):
         with output.open("r+b") as file:
             file.truncate(len(whole))
-    try:
-        done = {int(json.loads(line)["index"]) for line in whole.splitlines()}
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{output} has other content", hint="name another file with --out") from None
-    if any(not 0 <= index < total for index in done):
-        raise DataError(f"{output} has answers to another input", hint="name another file with --out")
-    return done
+    return set(done)
 
 
-def _prompt(llm: LLM, request: BatchRequest, entry: InputLine, index: int) -> tuple[Any, SamplingParams]:
+def _prompt(llm: LLM, request: BatchRequest, entry: InputLine, index: int) -> tuple[list[int], SamplingParams]:
+    """Return the tokens of an input and its parameters, which the engine will take."""
     try:
-        params = llm.params(**{**request.params, **entry.params})
         if entry.messages is not None:
             text = render_chat(llm.model, entry.messages)
             if llm.model.tokenizer is None:
                 raise RequestError(f"{llm.model.name} has no tokenizer", hint="send token ids")
-            return llm.model.tokenizer.encode(text).tolist(), params
-        return entry.prompt, params
-    except ValidationError as error:
-        mistake = error.errors()[0]
-        raise DataError(f"{request.inputs}:{index + 1}: {mistake['loc'][0]}: {what_is_wrong(mistake)}") from None
+            ids = encoded(llm.model.tokenizer, text)
+        else:
+            assert entry.prompt is not None, "checked when it was read"
+            ids = llm.engine.encode(entry.prompt) if isinstance(entry.prompt, str) else entry.prompt
+        given = {**request.params, **entry.params}
+        if given.get("max_tokens") is None:
+            given["max_tokens"] = llm.engine.fitting(ids, DEFAULT_TOKENS)
+        params = llm.params(**given)
+        llm.engine.engine.check(ids, params)
     except RequestError as error:
         raise DataError(f"{request.inputs}:{index + 1}: {error.message}", hint=error.hint) from None
+    return ids, params
 
 
-def _answer(index: int, result: Generated) -> dict[str, Any]:
+def _answer(index: int, mark: str, result: Generated) -> dict[str, Any]:
     outputs = []
     for output in result.outputs:
         entry: dict[str, Any] = {
@@ -144,7 +197,7 @@ def _answer(index: int, result: Generated) -> dict[str, Any]:
         if output.logprobs:
             entry |= {"token_ids": output.token_ids, "logprobs": [row.logprob for row in output.logprobs]}
         outputs.append(entry)
-    return {"index": index, "prompt_tokens": len(result.prompt_ids), "outputs": outputs}
+    return {"index": index, "request": mark, "prompt_tokens": len(result.prompt_ids), "outputs": outputs}
 
 
 def _say(**facts: Any) -> None:

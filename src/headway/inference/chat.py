@@ -19,7 +19,8 @@ def render_chat(
     """Return the text of a conversation, up to where the model's turn begins."""
     if loaded.chat_template is None:
         raise RequestError(
-            f"{loaded.name} has no chat template", hint="use completions, or a model that was tuned for chat"
+            f"{loaded.name} has no chat template",
+            hint="send a prompt instead of messages, or use a model that was tuned for chat",
         )
     if not messages:
         raise RequestError("messages is empty", hint="send at least one message")

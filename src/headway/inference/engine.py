@@ -171,8 +171,8 @@ class InferenceEngine:
     ) -> None:
         """Queue a request; raises RequestError if it can never run. `adapter` is a number of the model's adapters."""
         params = params or SamplingParams()
-        self._check(prompt_ids, params)
-        longest = min(self.model.max_length, self.pool.count * self.pool.size)
+        self.check(prompt_ids, params)
+        longest = self.context
         if params.max_tokens is not None:
             longest = min(longest, len(prompt_ids) + params.max_tokens)
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -182,6 +182,35 @@ class InferenceEngine:
                 request_id, index, arrival, list(prompt_ids), params, longest, seed + index, adapter=adapter
             )
             self._switch(self.waiting[arrival])
+
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence may have: as many as the model takes, and its KV cache holds."""
+        return min(self.model.max_length, self.pool.count * self.pool.size)
+
+    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Raise RequestError for a request that can never run."""
+        if not prompt_ids:
+            raise RequestError("the prompt is empty", hint="send at least one token")
+        for name, ids in (
+            ("token id", prompt_ids),
+            ("logit_bias: token id", params.logit_bias),
+            ("stop_token_ids: token id", params.stop_token_ids),
+        ):
+            wrong = next((token for token in ids if not 0 <= token < self.model.vocabulary), None)
+            if wrong is not None:
+                raise RequestError(f"{name} {wrong} is not in the vocabulary of {self.model.vocabulary:,}")
+        length, context = len(prompt_ids), self.context
+        of_cache = context < self.model.max_length
+        limit = f"the KV cache has room for {context:,}" if of_cache else f"the model takes {context:,} in all"
+        if length >= context:
+            hint = "shorten it, or give the cache more memory" if of_cache else "shorten it"
+            raise RequestError(f"the prompt has {length:,} tokens, but {limit}", hint=hint)
+        if params.max_tokens is not None and length + params.max_tokens > context:
+            raise RequestError(
+                f"the prompt has {length:,} tokens and max_tokens is {params.max_tokens:,}, but {limit}",
+                hint=f"ask for {context - length:,} tokens or fewer, or leave max_tokens out",
+            )
 
     def abort(self, request_id: str) -> None:
         """End a request's sequences; their blocks are free at once."""
@@ -415,29 +444,3 @@ class InferenceEngine:
         """Return the prompt's log-probabilities, once."""
         noted = self._prompts.pop(sequence.arrival, None)
         return None if noted is None else tuple(noted.rows)
-
-    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        if not prompt_ids:
-            raise RequestError("the prompt is empty", hint="send at least one token")
-        wrong = [token for token in prompt_ids if not 0 <= token < self.model.vocabulary]
-        if wrong:
-            raise RequestError(f"token id {wrong[0]} is not in the vocabulary of {self.model.vocabulary:,}")
-        wrong = [
-            token for token in (*params.logit_bias, *params.stop_token_ids) if not 0 <= token < self.model.vocabulary
-        ]
-        if wrong:
-            raise RequestError(
-                f"logit_bias or stop_token_ids: {wrong[0]} is not in the vocabulary of {self.model.vocabulary:,}"
-            )
-        if len(prompt_ids) >= self.model.max_length:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids):,} tokens, but the model takes {self.model.max_length:,} in all",
-                hint="shorten it",
-            )
-        room = self.pool.count * self.pool.size
-        wanted = len(prompt_ids) + (params.max_tokens or 1)
-        if min(wanted, self.model.max_length) > room:
-            raise RequestError(
-                f"prompt and output have {wanted:,} tokens, but the KV cache has room for {room:,}",
-                hint="ask for fewer tokens, or give the cache more memory",
-            )

@@ -118,7 +118,8 @@ def generate_answers(
         texts.append(text)
         # Outputs of a question have seeds in a row; another question's start elsewhere.
         own = seed * 1_000_003 + question.number * samples
-        params.append(llm.params(max_tokens=task.max_tokens, stop=task.stop, n=samples, seed=own, **more))
+        most = llm.engine.fitting(ids, task.max_tokens)
+        params.append(llm.params(max_tokens=most, stop=task.stop, n=samples, seed=own, **more))
 
     def done(place: int, result: Generated) -> None:
         outputs = [
@@ -268,8 +269,7 @@ def _encode(llm: LLM, text: str) -> list[int]:
 
 def _longest(llm: LLM) -> int:
     """Return how many tokens a prompt may have: one less than a sequence, since a token is sampled."""
-    engine = llm.engine.engine
-    return min(engine.model.max_length, engine.pool.count * engine.pool.size) - 1
+    return llm.engine.engine.context - 1
 
 
 def _check_length(llm: LLM, tokens: int, where: str, what: str) -> None:

@@ -37,6 +37,8 @@ class SamplingParams(BaseModel):
     """Tokens that end the output."""
     include_stop: bool = False
     """Whether the output contains the text that ended it."""
+    skip_special_tokens: bool = True
+    """Whether the output's text leaves out special tokens, such as those of a chat template."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens before which no end-of-text or stop token is sampled."""
     ignore_eos: bool = False

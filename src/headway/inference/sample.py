@@ -18,6 +18,8 @@ from headway.inference.params import SamplingParams
 from headway.inference.text_engine import TextEngine
 from headway.track import RunFolder
 
+DEFAULT_TOKENS = 100
+
 
 class SampleRequest(BaseModel):
     """Prompts, weights and sampling options."""
@@ -30,7 +32,8 @@ class SampleRequest(BaseModel):
     """One of its checkpoints."""
     prompts: list[str]
     """Prompts; an empty one starts a document."""
-    max_tokens: int = 100
+    max_tokens: int | None = None
+    """By default 100, or what the context has room for."""
     temperature: float = 0.8
     top_k: int = 50
     seed: int = 0
@@ -42,11 +45,13 @@ def sample(request: SampleRequest) -> Iterator[dict[str, Any]]:
     engine = TextEngine(load_run(run, request.checkpoint))
     if engine.loaded.tokenizer is None:
         raise RunError(f"{run.name} has no tokenizer")
-    params = SamplingParams(
-        max_tokens=request.max_tokens, temperature=request.temperature, top_k=request.top_k, seed=request.seed
-    )
     for index, prompt in enumerate(request.prompts):
-        engine.add(str(index), engine.encode(prompt), params)
+        ids = engine.encode(prompt)
+        most = request.max_tokens or engine.fitting(ids, DEFAULT_TOKENS)
+        params = SamplingParams(
+            max_tokens=most, temperature=request.temperature, top_k=request.top_k, seed=request.seed
+        )
+        engine.add(str(index), ids, params)
     texts, done, shown = [""] * len(request.prompts), set[int](), 0
     while engine.busy:
         for part in engine.step():

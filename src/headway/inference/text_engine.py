@@ -1,6 +1,7 @@
 """The engine with text: prompts are encoded, outputs decoded as they come, and stop texts end them."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -129,17 +130,23 @@ class TextEngine:
             ids = [self.loaded.end_ids[0]]
         return [int(token) for token in ids]
 
-    def decode(self, ids: list[int]) -> str:
+    def fitting(self, prompt_ids: list[int], max_tokens: int) -> int:
+        """Return a default of max_tokens, or as many as the context has room for after a prompt."""
+        return max(1, min(max_tokens, self.engine.context - len(prompt_ids)))
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens; without a tokenizer, nothing."""
-        return "" if self.loaded.tokenizer is None else self.loaded.tokenizer.decode(ids)
+        tokenizer = self.loaded.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams, adapter: str | None = None) -> None:
         """Queue a request, for the model with one of its adapters."""
         if params.stop and self.loaded.tokenizer is None:
             raise RequestError(f"{self.loaded.name} has no tokenizer", hint="use stop_token_ids instead of stop")
         self.engine.add(request_id, prompt_ids, params, self._number(adapter))
+        decode = partial(self.decode, skip_special_tokens=params.skip_special_tokens)
         for index in range(params.n):
-            stream = TextStream(self.decode, prompt_ids, params.stop, params.include_stop)
+            stream = TextStream(decode, prompt_ids, params.stop, params.include_stop)
             self._streams[request_id, index] = stream
 
     def _number(self, adapter: str | None) -> int:

@@ -116,19 +116,24 @@ class _Routes:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        prompts = [self._completion_prompt(prompt, params, adapter) for prompt in body.prompts]
+        asked = "max_tokens" in body.model_fields_set  # OpenAI's default of 16 may be cut, what a client asks for not
+        prompts = [self._completion_prompt(prompt, params, adapter, asked) for prompt in body.prompts]
         request_id = f"cmpl-{secrets.token_hex(12)}"
         if body.stream:
             return await _event_stream(self._stream_completions(request_id, body, prompts))
         return await _unless_gone(request, self._whole_completions(request_id, body, prompts))
 
-    def _completion_prompt(self, prompt: str | list[int], params: SamplingParams, adapter: str | None) -> _Prompt:
-        if isinstance(prompt, str):
-            return _Prompt(self.engine.encode(prompt), prompt, params, adapter)
-        return _Prompt(prompt, self.engine.decode(prompt) if self._known(prompt) else "", params, adapter)
+    def _completion_prompt(
+        self, prompt: str | list[int], params: SamplingParams, adapter: str | None, asked: bool
+    ) -> _Prompt:
+        ids = self.engine.encode(prompt) if isinstance(prompt, str) else prompt
+        text = prompt if isinstance(prompt, str) else self.engine.decode(prompt) if self._known(prompt) else ""
+        if not asked and params.max_tokens is not None:
+            params = params.model_copy(update={"max_tokens": self.engine.fitting(ids, params.max_tokens)})
+        return _Prompt(ids, text, params, adapter)
 
     def _known(self, ids: list[int]) -> bool:
-        return all(token < self.engine.engine.model.vocabulary for token in ids)
+        return all(0 <= token < self.engine.engine.model.vocabulary for token in ids)
 
     async def _whole_completions(
         self, request_id: str, body: CompletionRequest, prompts: list[_Prompt]
@@ -355,7 +360,11 @@ async def _invalid(_: Request, error: RequestValidationError | ValidationError) 
     if mistake["type"] == "json_invalid":
         name, message = None, f"the body is not JSON: {mistake['ctx']['error']}"
     elif mistake["type"] == "extra_forbidden":
-        message = f"unknown field {name}"
+        message = f"unknown field {'.'.join(place)}"
+    elif name == "prompt" and mistake["type"] != "missing":
+        message = "prompt: this is neither text nor token ids, nor a list of them"
+    elif name == "messages" and mistake["type"] == "list_type":
+        message = "messages: this is no list of messages"
     else:
         message = f"{name}: {what_is_wrong(mistake)}" if name else what_is_wrong(mistake)
     return JSONResponse(_error(message, "invalid_request_error", name), status_code=400)

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headway.inference.params import MOST_LOGPROBS, SamplingParams
 
-Tokens = list[Annotated[int, Field(ge=0)]]
+Tokens = list[int]
 
 
 class _Request(BaseModel):
@@ -35,12 +35,14 @@ class _Request(BaseModel):
     include_stop_str_in_output: bool | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
 
     def sampling(self, defaults: dict[str, Any], **more: Any) -> SamplingParams:
         """Return the sampling parameters: what the request says, else the model's defaults."""
         names = (
             "temperature", "top_p", "n", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "top_k",
             "min_p", "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos", "stop",
+            "skip_special_tokens",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names} | {"include_stop": self.include_stop_str_in_output}
         fields = {name: value for name, value in (given | more).items() if value is not None}
@@ -117,9 +119,6 @@ class ChatRequest(_Request):
     def _consistent(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        for message in self.messages:
-            if not isinstance(message.get("role"), str):
-                raise ValueError("every message needs a role")
         return self
 
     @property
