@@ -179,3 +179,10 @@ def test_mistakes_about_a_folder(mixtral: Path) -> None:
     longer = error(str(mixtral), "--serve", "--on", "h200", "--prompt", "32700")
     assert longer.message == "33,000 tokens are too long: mix takes 32,768"
     assert "--set needs a recipe" in error(str(mixtral), "--serve", "--on", "h200", "--set", "seed=1").message
+
+
+def test_a_model_with_a_short_context_is_planned_within_it() -> None:
+    document = json.loads(text("recipes/demo.toml", "--on", "h200", "--set", "model.vocab_size=4096", "--json"))
+    assert document["prompt"] + document["output"] == 128
+    longer = error("recipes/demo.toml", "--serve", "--on", "h200", "--set", "model.vocab_size=4096", "--prompt", "100")
+    assert longer.message == "400 tokens are too long: demo takes 128"

@@ -209,6 +209,22 @@ def samples_of(batch):
     return set(batch.columns["sample"][batch.columns["weight"] > 0].tolist())
 
 
+def test_an_epoch_shorter_than_a_batch_is_noted(tmp_path, model):
+    build(tmp_path, model, [{"messages": [USER, ANSWER]}] * 3)
+    folder = next(path.parent for path in tmp_path.rglob("manifest.json"))
+    data = {"path": str(folder), "seq": 64, "holdout": 0}
+    rows = open_corpus(Recipe.model_validate({"objective": {"kind": "sft"}, "data": data})).splits[0].training
+
+    def notes(**train):
+        recipe = {"objective": {"kind": "sft"}, "data": data, "train": train}
+        return [note for note in open_corpus(Recipe.model_validate(recipe)).notes() if "epoch" in note]
+
+    assert notes(epochs=2, batch=rows + 1) == [
+        f"an epoch has {rows} rows, fewer than a batch ({rows + 1}): steps repeat rows"
+    ]
+    assert notes(epochs=2, batch=rows) == notes(steps=2, batch=rows + 1) == []
+
+
 def test_corpus_reads_packed_rows_and_mixes_datasets(tmp_path, model):
     for name in "ab":
         rows = [{"messages": [USER, {**ANSWER, "content": name * n}]} for n in range(1, 30)]

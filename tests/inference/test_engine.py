@@ -10,9 +10,9 @@ import torch
 
 from headway.cli.plan_serving import SEQUENCES
 from headway.data.tokenizer import train_tokenizer
-from headway.errors import RequestError
+from headway.errors import ModelError, RequestError
 from headway.hardware import known_chip
-from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams, load, text_engine
+from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams, TextEngine, load, text_engine
 from headway.inference.kv_cache import bytes_per_token
 from headway.models import Decoder, empty_decoder, init_weights
 from headway.plan import serving
@@ -153,6 +153,13 @@ def test_impossible_requests_are_refused(decoder: Decoder, prompt: list[int], pa
     with pytest.raises(RequestError, match=message):
         llm.generate([prompt], SamplingParams(**params))
     assert len(llm.generate([[3]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) == 2, "it still serves"
+
+
+def test_a_length_beyond_the_model_s_is_refused(decoder: Decoder) -> None:
+    loaded = LoadedModel("m", decoder, torch.device("cpu"), 320, 128)
+    assert TextEngine(loaded, EngineOptions(cache_tokens=400, max_length=64)).engine.context == 64
+    with pytest.raises(ModelError, match="m takes sequences of 128 tokens, not of 100,000"):
+        TextEngine(loaded, EngineOptions(cache_tokens=400, max_length=100_000))
 
 
 def test_a_request_larger_than_the_cache_is_refused_with_the_numbers(decoder: Decoder) -> None:

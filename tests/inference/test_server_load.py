@@ -133,7 +133,7 @@ def test_two_hundred_clients_for_a_minute() -> None:
         eventually(lambda: not engine.busy, lambda: (engine.waiting, engine.running))
         assert pool.free == pool.count, "a block leaked"
         assert pool.holders == [0] * pool.count
-        assert (server.service._open, server.service._clients) == (0, {})
+        assert (server.service.open, server.service._clients) == (0, {})
         request, text = clients.asked[0]
         assert httpx.post(f"{server.url}/v1/completions", json=request, timeout=60).json()["choices"][0]["text"] == text
     finally:

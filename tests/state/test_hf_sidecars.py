@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.state.hf_sidecars import apply_sidecars, copy_sidecars, save_sidecars
+from headway.recipe import Model
+from headway.state.hf_sidecars import apply_sidecars, copy_sidecars, longest_sequence, save_sidecars
 
 CONFIG = {"max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": None}
 OURS = {"max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 9, "hidden_size": 4}
@@ -46,3 +47,13 @@ def test_with_other_tokens_only_the_length_is_known(folder: Path, tmp_path: Path
 
 def test_a_run_from_scratch_has_no_sidecars(tmp_path: Path) -> None:
     assert apply_sidecars(tmp_path / "nowhere", tmp_path, OURS) == OURS
+
+
+def test_a_run_takes_as_many_tokens_as_its_export_says(tmp_path: Path) -> None:
+    """The export's config.json is the reference."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    model = Model(vocab_size=64, layers=1, dim=16, heads=2, kv_heads=1)
+    for seq in (64, 16384):
+        for sidecars, original in ((tmp_path, CONFIG), (tmp_path / "none", {})):
+            exported = apply_sidecars(sidecars, tmp_path, model.to_config(seq))
+            assert longest_sequence(model, seq, original) == exported["max_position_embeddings"]

@@ -53,6 +53,7 @@ from headway.plan.search import RankedPlan
 from headway.plan.settings import parse_mesh
 from headway.plan.task import SearchSpace
 from headway.recipe import Model, Recipe, Train, load_recipe
+from headway.state.address import is_in_store
 from headway.track import runs_root
 
 POOR = 0.25
@@ -347,9 +348,11 @@ def _resolved(recipe: Recipe) -> Recipe:
     """Return the recipe with the model's shape and vocabulary, as `headway train` resolves them."""
     model = recipe.model
     if model.init is not None:
-        from headway.agent.launch.prepare import resolve_model  # takes 0.35 s, and few recipes have model.init
+        from headway.agent.launch.prepare import new_positions, resolve_model  # 0.35 s, and few recipes have model.init
 
         model = resolve_model(model, runs_root(None))
+        for note in new_positions(recipe.model_copy(update={"model": model})):
+            print(f"note: {note}", file=sys.stderr)
     if model.vocab_size is None:
         model = _with_vocabulary(model, Path(next(iter(recipe.data.parts.values())).path))
     return recipe.model_copy(update={"model": model, "train": _with_steps(recipe)})
@@ -399,7 +402,9 @@ def _serve(
     device: Literal["auto", "cpu", "cuda"] = "auto"
     if is_recipe:
         recipe = load_recipe(what, settings)
-        served, device = model_of_recipe(_resolved(recipe)), recipe.train.device
+        init = recipe.model.init
+        sidecars = None if init is None or is_in_store(init) else Path(init)
+        served, device = model_of_recipe(_resolved(recipe), sidecars=sidecars), recipe.train.device
     else:
         served = model_of_config(what) if is_config else model_of_run(str(what))
     print_serving_plan(served, _cluster(on, cluster, device), options, roofline, json)

@@ -18,6 +18,7 @@ from headway.plan.roofline import RooflinePoint, draw_roofline, text_roofline
 from headway.plan.serving import DTYPES, ServingLoad, ServingPlan, plan_serving
 from headway.recipe import Recipe
 from headway.recipe.huggingface import stored_dtype
+from headway.state.hf_sidecars import longest_sequence, original_config
 from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
 
 PROMPT, OUTPUT = 1000, 300
@@ -67,18 +68,22 @@ def model_of_run(reference: str) -> ServedModel:
             f"{reference} is no recipe, Hugging Face folder or run: {error.message}",
             hint="runs are in $HEADWAY_RUNS, else in ./runs",
         ) from None
-    return model_of_recipe(read_recipe(run), run.name, reference)
+    return model_of_recipe(read_recipe(run), run.name, reference, run.companions)
 
 
-def model_of_recipe(recipe: Recipe, name: str | None = None, source: str | None = None) -> ServedModel:
-    """Return the model of a recipe whose vocabulary is known."""
+def model_of_recipe(
+    recipe: Recipe, name: str | None = None, source: str | None = None, sidecars: Path | None = None
+) -> ServedModel:
+    """Return the model of a recipe whose vocabulary is known; `sidecars` has what came with its first weights."""
     model = recipe.model
     if model.class_ is not None:
         raise UsageError(
             f"model.class = {model.class_}: the cost of a custom class is unknown",
             hint="headway serve RUN shows its cache at the start",
         )
-    return ServedModel(name or recipe.name, model.architecture(), recipe.train.dtype, model.longest, source)
+    original = {} if sidecars is None else original_config(sidecars)
+    longest = longest_sequence(model, recipe.data.seq, original)
+    return ServedModel(name or recipe.name, model.architecture(), recipe.train.dtype, longest, source)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def _planned(model: ServedModel, cluster: Cluster, options: ServingOptions) -> S
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UsageError(f"unknown --dtype {options.dtype}", hint=f"choose from {', '.join(DTYPES)}")
     fidelity: Fidelity = "default" if options.fidelity == "default" else "limit"
-    load = ServingLoad(options.prompt or PROMPT, options.output or OUTPUT)
+    load = _load(options, model.longest)
     if model.longest is not None and load.length > model.longest:
         raise UsageError(
             f"{load.length:,} tokens are too long: {model.name} takes {model.longest:,}",
@@ -133,6 +138,15 @@ def _planned(model: ServedModel, cluster: Cluster, options: ServingOptions) -> S
         concurrency=options.concurrency,
         price=options.price,
     )
+
+
+def _load(options: ServingOptions, longest: int | None) -> ServingLoad:
+    """Return the lengths to plan for: as typed, else the usual ones, or what a model with a shorter context takes."""
+    prompt, output = options.prompt or PROMPT, options.output or OUTPUT
+    if options.prompt or options.output or longest is None or prompt + output <= longest:
+        return ServingLoad(prompt, output)
+    prompt = max(1, longest * PROMPT // (PROMPT + OUTPUT))
+    return ServingLoad(prompt, max(1, longest - prompt))
 
 
 def _drawn(plan: ServingPlan, file: Path) -> str:

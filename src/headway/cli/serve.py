@@ -15,6 +15,7 @@ import typer
 
 from headway.cli.model_process import ModelProcess, adapters_of, model_of, model_process
 from headway.cli.options import Json, ModelSource, Runs
+from headway.cli.text import plural
 from headway.errors import UsageError
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
@@ -87,10 +88,10 @@ def _follow(running: ModelProcess, json: bool) -> None:
             print(jsonlib.dumps(message), flush=True)
         elif "listening" in message:
             _print_start(message)
+        elif "draining" in message or "stopped" in message:
+            print(("\r\x1b[K" if live else "") + ending_line(message), flush=True)
         elif live:
             print(f"\r\x1b[K{status_line(message)}", end="", flush=True)
-    if live:
-        print()
 
 
 def _print_start(facts: dict[str, Any]) -> None:
@@ -108,6 +109,15 @@ def status_line(status: dict[str, Any]) -> str:
         f"{status['running']} running  {status['waiting']} waiting  cache {status['cache']:.0%}  "
         f"hits {status['hits']:.0%}  {status['tokens_per_s']:,} tok/s"
     )
+
+
+def ending_line(message: dict[str, Any]) -> str:
+    """Return how a server ends, in one line."""
+    if "draining" in message:
+        open_requests = message["draining"]
+        return f"draining {plural(open_requests, 'request')}: new ones are refused" if open_requests else "stopping"
+    left = message.get("unfinished", 0)
+    return f"stopped; {plural(left, 'request')} did not finish" if left else "stopped"
 
 
 def _count(parameters: int) -> str:

@@ -86,6 +86,9 @@ class Corpus:
             ):
                 if count:
                     sentences.append(f"{name}: {count:,} of {counts.samples:,} samples {fate}")
+        rows, batch = sum(split.training for split in self.splits), self.cursor_before(2)
+        if self.recipe.train.epochs is not None and rows < batch:
+            sentences.append(f"an epoch has {rows:,} rows, fewer than a batch ({batch:,}): steps repeat rows")
         return sentences
 
     @property

@@ -30,6 +30,7 @@ from headway.recipe.rope import RotaryModel
 from headway.state import OpenCheckpoint, find_checkpoint, open_checkpoint
 from headway.state.address import RUN_FILES, address_in_store, is_in_store, open_address, split_address
 from headway.state.base_weights import base_digest, check_base, checkpoint_digest
+from headway.state.hf_sidecars import longest_sequence
 from headway.state.peft import adapter_of_run
 from headway.state.tensors import load_weights, read_tensors
 from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
@@ -334,11 +335,8 @@ def _length(config: dict[str, Any], model: Model) -> int:
 
 
 def _run_length(recipe: Recipe, run: RunFolder) -> int:
-    """Return the longest sequence of a run's model: what its folder says, or what it was trained on."""
-    if recipe.model.class_ is None and recipe.model.longest is not None:
-        return recipe.model.longest
-    stored = _settings(run.companions / "config.json").get("max_position_embeddings")
-    return int(stored) if stored else max(recipe.data.seq, DEFAULT_LENGTH)
+    """Return the longest sequence of a run's model: what its export would say."""
+    return longest_sequence(recipe.model, recipe.data.seq, _settings(run.companions / "config.json"))
 
 
 def _end_of_text(run: RunFolder) -> int | None:

@@ -60,7 +60,12 @@ class TextOutput:
 
 def make_engine(loaded: LoadedModel, options: EngineOptions) -> InferenceEngine:
     """Return an engine for a model, with a KV cache of the memory that it may take."""
-    max_length = min(loaded.max_length, options.max_length or loaded.max_length)
+    max_length = options.max_length or loaded.max_length
+    if max_length > loaded.max_length:
+        raise ModelError(
+            f"{loaded.name} takes sequences of {loaded.max_length:,} tokens, not of {max_length:,}",
+            hint=f"--max-model-len {loaded.max_length} or less",
+        )
     pages_wanted = options.max_sequences * -(-max_length // options.block_size)
     if loaded.takes_cache:
         layers, widths = _cache_shape(loaded)

@@ -3,8 +3,11 @@ the chat template and the longest sequence of the original."""
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from headway.recipe import Model
 
 CONFIG = "config.json"
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
@@ -46,13 +49,33 @@ def save_chat_template(data: Path, into: Path, end_of_turn: int) -> None:
 
 def apply_sidecars(sidecars: Path, into: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Copy sidecars into an export; return its config with what only the original folder knew."""
-    stored = sidecars / CONFIG
-    original = json.loads(stored.read_bytes()) if stored.exists() else {}
+    original = original_config(sidecars)
     copied = [name for name in TOKEN_FILES if (sidecars / name).exists()]
     for name in copied:
         shutil.copyfile(sidecars / name, into / name)
     known = {key: original[key] for key in TOKEN_KEYS if copied and original.get(key) is not None}
-    longest = original.get("max_position_embeddings")
-    if isinstance(longest, int) and "max_position_embeddings" in config:
-        known["max_position_embeddings"] = max(longest, config["max_position_embeddings"])
+    if "max_position_embeddings" in config:
+        known["max_position_embeddings"] = _longer(config, original)
     return config | known
+
+
+def longest_sequence(model: Model, seq: int, original: Mapping[str, Any]) -> int:
+    """Return how many tokens a sequence of a trained model may have: as many as its export's config.json says.
+
+    `seq` is the length that it was trained at, `original` the config.json of the weights that it started from, if any.
+    """
+    if model.class_ is not None:
+        return seq
+    config = model.to_config(seq)
+    return model.longest or (_longer(config, original) if "max_position_embeddings" in config else seq)
+
+
+def original_config(sidecars: Path) -> dict[str, Any]:
+    """Return the config.json that came with a model's first weights; nothing if there is none."""
+    stored = sidecars / CONFIG
+    return dict(json.loads(stored.read_bytes())) if stored.exists() else {}
+
+
+def _longer(config: Mapping[str, Any], original: Mapping[str, Any]) -> int:
+    longest = original.get("max_position_embeddings")
+    return max(int(config["max_position_embeddings"]), longest if isinstance(longest, int) else 0)

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from headway.agent import new_run, resume_run
-from headway.agent.launch.prepare import idle_settings, nodes_before
+from headway.agent.launch.prepare import idle_settings, new_positions, nodes_before
 from headway.errors import UsageError
 from headway.hardware import Devices
+from headway.recipe import Recipe
 from headway.track import Recorder, RunFolder, record_path
 
 GPUS = Devices("cuda", 8, "NVIDIA H200")
@@ -24,6 +25,21 @@ def test_setting_without_effect_is_noted(recipe, tmp_path: Path) -> None:
     assert new_run(recipe(), tmp_path, workers=1).notes == []
     assert "with 2 workers" in idle_settings(graphs, GPUS, 2)[0]
     assert idle_settings(graphs, GPUS, 1) == []
+
+
+def test_sequences_beyond_the_positions_of_the_first_weights_are_noted(recipe, tmp_path: Path) -> None:
+    """Positions are those of the folder's config.json, or of the run's own sequences."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"max_position_embeddings": 128}')
+    first = recipe()
+
+    def started(seq: int) -> Recipe:
+        changes = {"model": first.model.model_copy(update={"init": str(folder)})}
+        return first.model_copy(update={**changes, "data": first.data.model_copy(update={"seq": seq})})
+
+    assert new_positions(started(128)) == new_positions(first) == []
+    assert new_positions(started(256)) == ["data.seq is 256, but base takes 128 tokens: later positions are new to it"]
 
 
 def record_start(run: RunFolder, number: int, workers: int, **more: Any) -> None:

@@ -31,7 +31,13 @@ from headway.state import find_checkpoint, list_checkpoints
 from headway.state.address import is_in_store, open_address
 from headway.state.base_weights import base_digest, check_base
 from headway.state.hf_import import NO_DATA
-from headway.state.hf_sidecars import copy_sidecars, save_chat_template, save_sidecars
+from headway.state.hf_sidecars import (
+    copy_sidecars,
+    longest_sequence,
+    original_config,
+    save_chat_template,
+    save_sidecars,
+)
 from headway.state.peft import check_same_base, lora_of, read_adapter
 from headway.track import (
     RunFolder,
@@ -115,6 +121,7 @@ def new_run(
         *(branch.notes if branch else []),
         *planned.notes,
         *idle_settings(recipe, available, count),
+        *new_positions(recipe),
     ]
     mesh = stated_mesh(recipe.parallel, count)
     if recipe.model.class_ is not None and mesh.tensor * mesh.pipeline > 1:
@@ -249,6 +256,25 @@ def idle_settings(recipe: Recipe, available: Devices, workers: int) -> list[str]
         setup = "on CPUs" if available.kind != "cuda" else f"with {workers} workers"
         return [f"train.cuda_graphs has no effect {setup}: it needs one worker on a GPU"]
     return []
+
+
+def new_positions(recipe: Recipe) -> list[str]:
+    """Return a note if sequences are longer than the model that training starts from takes."""
+    init, seq = recipe.model.init, recipe.data.seq
+    if init is None or recipe.model.class_ is not None or is_in_store(init):
+        return []
+    folder = Path(init)
+    if (folder / "config.json").is_file():
+        config = original_config(folder)
+        longest = config.get("max_position_embeddings") or config.get("n_positions")
+    else:
+        base = recipe_of_checkpoint(init)
+        longest = longest_sequence(
+            base.model, base.data.seq, original_config(RunFolder(folder.parent.parent).companions)
+        )
+    if not isinstance(longest, int) or seq <= longest:
+        return []
+    return [f"data.seq is {seq:,}, but {folder.name} takes {longest:,} tokens: later positions are new to it"]
 
 
 def recipe_of_ref(root: Path, ref: str) -> Recipe:

@@ -1,7 +1,8 @@
 """`python -m headway.inference.server`: the process behind `headway serve`.
 
 Reads one JSON object from stdin. Writes JSON lines to stdout: {"listening", ...} once it answers, then {"running", ...}
-every second while it has work; on an error a last {"error", "hint"} and the error's exit status. SIGTERM and SIGINT
+every second while it has work, {"draining"} with the number of requests once it is told to end, and {"stopped"} with
+those that are left "unfinished"; on an error a last {"error", "hint"} and the error's exit status. SIGTERM and SIGINT
 end it after the requests under way.
 """
 
@@ -85,6 +86,12 @@ class _Server(uvicorn.Server):
         finally:
             for which, handler in before.items():
                 signal.signal(which, handler)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish the requests under way."""
+        _say(draining=self._service.open)
+        await super().shutdown(sockets)
+        _say(stopped=True, unfinished=self._service.open)
 
     def _drain(self, *_: Any) -> None:
         self.force_exit = self.should_exit

@@ -58,7 +58,8 @@ class EngineService:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._clients: dict[str, _Client] = {}
         self._numbers = itertools.count()
-        self._open = 0
+        self.open = 0
+        """Requests that wait or run."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -74,8 +75,8 @@ class EngineService:
         if self.draining:
             raise Draining("the server is shutting down", hint="try another one")
         limits = self.engine.engine.limits
-        if self._open >= self.max_waiting + limits.max_sequences:
-            raise Overloaded(f"{self._open} requests are waiting or running", hint="try again in a moment")
+        if self.open >= self.max_waiting + limits.max_sequences:
+            raise Overloaded(f"{self.open} requests are waiting or running", hint="try again in a moment")
         request_id = str(next(self._numbers))
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[TextOutput | HeadwayError] = asyncio.Queue()
@@ -83,7 +84,7 @@ class EngineService:
         def send(output: TextOutput | HeadwayError) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        self._open += 1
+        self.open += 1
         try:
             self._commands.put(lambda: self._add(request_id, prompt_ids, params, adapter, send))
             left = params.n
@@ -94,7 +95,7 @@ class EngineService:
                 left -= output.output.finish is not None
                 yield output
         finally:
-            self._open -= 1
+            self.open -= 1
             self._commands.put(lambda: self._abort(request_id))
 
     def close(self) -> None:
