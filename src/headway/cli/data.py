@@ -31,6 +31,7 @@ from headway.data import (
 )
 from headway.data.build import RemoteEncoders
 from headway.data.chat_build import ChatOptions, build_chat_dataset
+from headway.data.own_source import own_sources
 from headway.data.packing import Packing, compute_packing
 from headway.data.tokenizer import limit_threads
 from headway.errors import UsageError
@@ -47,7 +48,10 @@ BUILD_FACTS = ("sources", "source_bytes", "skipped", "engine", "changed")
 @app.command("build")
 def build_command(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
-    sources: Annotated[list[str], typer.Argument(metavar="SOURCES...", help="Files or quoted globs, ** included.")],
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="SOURCES...", help="Files, quoted globs (** included), or package.module:name."),
+    ],
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the tokenizer to train.")] = 4096,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json, or a folder with one.")] = None,
     end_of_text: Annotated[str | None, typer.Option(help="Its end-of-text token.")] = None,
@@ -104,7 +108,7 @@ def build_command(
     if chat is not None and (tokenizer is not None or engine != "local"):
         option = "--engine ray" if tokenizer is None else "--tokenizer"
         raise UsageError(f"{option} is for text; chats use the model's tokenizer on this machine", hint="leave it out")
-    with _progress() as progress:
+    with own_sources(sources, out.absolute().parent) as files, _progress() as progress:
         if chat is not None:
             chats = ChatOptions(
                 model=str(chat),
@@ -114,7 +118,7 @@ def build_command(
                 reading=reading,
                 shard_tokens=shard_tokens,
             )
-            built = build_chat_dataset(out, sources, chats, processes=threads, progress=progress, **settings)
+            built = build_chat_dataset(out, files, chats, processes=threads, progress=progress, **settings)
         else:
             options = BuildOptions(
                 exclude=tuple(exclude or ()),
@@ -126,7 +130,7 @@ def build_command(
                 shard_tokens=shard_tokens,
             )
             remote = _elsewhere(engine, tokenizer_engine)
-            built = build_dataset(out, sources, options, remote_encoders=remote, progress=progress, **settings)
+            built = build_dataset(out, files, options, remote_encoders=remote, progress=progress, **settings)
     if as_json:
         print_json(_facts(built.path, built.manifest) | {key: getattr(built, key) for key in BUILD_FACTS})
         return

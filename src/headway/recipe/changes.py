@@ -47,6 +47,7 @@ CHANGEABLE = {
     **{f"eval.{key}": "measurement only" for key in Eval.model_fields},
     **{f"checkpoint.{key}": "durability only" for key in Checkpoint.model_fields},
     **{f"checkpoint.store.{key}": "durability only" for key in Store.model_fields},
+    "callbacks": "told about steps, changes none",
     **{f"health.{key}": "monitoring only; its effects are recorded" for key in Health.model_fields},
 }
 """Why each dotted key is safe to change in the middle of a run."""

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from headway.recipe.architecture import Architecture
+from headway.recipe.own_code import OWN_NAME
 from headway.recipe.section import DERIVED, Positive, Section
 
 Config = Mapping[str, Any]
@@ -125,7 +126,7 @@ class Model(Section):
     FOLLOWS: ClassVar[str] = r".*\.rotary_emb\.inv_freq"
     """A pattern of tensors in folders that are derived from the config and ignored."""
 
-    class_: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = Field(default=None, alias="class")
+    class_: Annotated[str, Field(pattern=OWN_NAME)] | None = Field(default=None, alias="class")
     """A custom model class, as package.module:Class: a torch module from tokens [B, L] to logits [B, L, V]."""
     args: Annotated[dict[str, Any], AfterValidator(_arguments)] = Field(default_factory=dict)
     """Keyword arguments of that class."""

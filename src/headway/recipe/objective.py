@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
+from headway.recipe.own_code import OWN_NAME
 from headway.recipe.section import Section
 
 Beta = Annotated[float, Field(gt=0, le=100)]
@@ -78,7 +79,7 @@ class CustomObjective(Section):
 
     kind: Literal["custom"]
     """Which objective it is."""
-    class_: Annotated[str, Field(alias="class", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    class_: Annotated[str, Field(alias="class", pattern=OWN_NAME)]
     """`package.module:Class`, importable where the run runs; see docs/post-training.md."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""

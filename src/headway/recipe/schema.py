@@ -7,7 +7,7 @@ shows every number in use.
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from headway.recipe.data import Data
@@ -15,6 +15,7 @@ from headway.recipe.families import AnyModel
 from headway.recipe.families.llama import Llama
 from headway.recipe.lora import Lora
 from headway.recipe.objective import AnyObjective, Pretrain
+from headway.recipe.own_code import OWN_NAME
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 from headway.recipe.train import Train
 
@@ -137,6 +138,19 @@ class Health(Section):
     """Compare the parameters of replicas bitwise every N steps and before every save; 0 never."""
 
 
+class OwnCallback(Section):
+    """A callback class of your own, which worker 0 calls after steps and evaluations."""
+
+    class_: Annotated[str, Field(alias="class", pattern=OWN_NAME)]
+    """`package.module:Class`, importable where the run runs; see docs/guides/own-code.md."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor."""
+
+    @model_serializer(mode="wrap")
+    def _by_alias(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {"class" if key == "class_" else key: value for key, value in handler(self).items()}
+
+
 class Recipe(Section):
     """What to train: one complete object, from TOML or from Python."""
 
@@ -162,6 +176,8 @@ class Recipe(Section):
     """When to make the state durable, and what to keep."""
     health: Health = Field(default_factory=Health)
     """What counts as numbers gone wrong, and what to do then."""
+    callbacks: tuple[OwnCallback, ...] = ()
+    """Classes of your own that are told about steps and evaluations."""
 
     def compiles(self, device: str) -> bool:
         """Whether blocks are compiled on a kind of device; by default those of built-in families on GPUs."""

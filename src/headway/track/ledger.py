@@ -46,7 +46,8 @@ _ADVICE = {
     "compile": "A warm compile cache helps later starts; short runs do better with train.compile = false.",
     "data stall": "Move the dataset to a faster disk, or leave a core free for the loader.",
     "checkpoint stall": "Save less often: raise checkpoint.every_steps.",
-    "evaluation": "Evaluate less often (eval.every_steps, eval.tasks_every_steps) or less (eval.windows, eval.tasks_limit).",
+    "evaluation": "Evaluate less often (eval.every_steps, eval.tasks_every_steps) or less of it (eval.windows, "
+    "eval.tasks_limit).",
     "detection": "Timeouts follow the run's own step times; the first steps have none yet. Comparing replicas "
     "also counts here (health.compare_every_steps).",
     "restart": "The incidents say why the run restarted.",

@@ -39,6 +39,7 @@ from headway.state.base_weights import base_weights
 from headway.state.tensors import ModelShare, fill, load_base, load_weights
 from headway.track import Recorder, RunFolder, chain
 from headway.track.heartbeat import HeartbeatWriter
+from headway.train.callbacks import Callbacks
 from headway.train.custom_init import initial_weights, load_buffers
 from headway.train.fail_together import fail_together
 from headway.train.fault_injector import WorkerFaultInjector
@@ -88,6 +89,8 @@ class Parts:
     beat: HeartbeatWriter
     stop: StopRequest
     start: RunProgress
+    callbacks: Callbacks
+    """The user's own; none but on worker 0."""
 
 
 def build(
@@ -109,6 +112,8 @@ def build(
     reader = corpus.reader()
     objective = make_objective(recipe.objective, corpus.weighted)
 
+    with fail_together(world, "build the callbacks"):
+        callbacks = Callbacks.of(recipe.callbacks if world.first else ())
     run = RunFolder(Path(assignment.run))
     model = empty_model(recipe.model)
     lower(model, recipe.train)
@@ -167,6 +172,7 @@ def build(
         beat=beat,
         stop=stop,
         start=start,
+        callbacks=callbacks,
     )
 
 

@@ -37,6 +37,8 @@ def evaluate(parts: Parts, step: int) -> float:
             sums, counts = totals.sum(dim=0)
             more |= {name: float(sums[i] / counts[i]) for i, name in enumerate(names) if counts[i] and name != "loss"}
         parts.recorder.event("eval", step=step, loss=mean, **more)
+        numbers = {name: value for name, value in more.items() if isinstance(value, float)}
+        parts.callbacks.evaluated(step, {"loss": mean} | numbers)
     return mean
 
 

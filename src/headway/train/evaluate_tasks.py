@@ -58,8 +58,11 @@ def evaluate_tasks(parts: Parts, tasks: Sequence[OpenTask], step: int) -> None:
             session.take(answer)
         session.finish(started, time.time())
     if world.first:
-        for evaluation, rows in zip(session.evaluations(), session.rows(), strict=True):
+        evaluations = session.evaluations()
+        for evaluation, rows in zip(evaluations, session.rows(), strict=True):
             write_evaluation(run, evaluation, rows)
+        scores = {f"{task.task}/{metric.name}": metric.value for task in evaluations for metric in task.metrics}
+        parts.callbacks.evaluated(step, scores)
 
 
 def _answers(parts: Parts, session: EvalSession) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ def train(
     every, copies = recipe.health.compare_every_steps, world.axis("replicate").size
     replicas = ReplicaChecker(parameters, world, every, step, doubt) if every and copies > 1 else None
     tasks = tasks_of(recipe.eval)
+    parts.callbacks.begin(parts.run.path, recipe, step)
     parts.faults.reach("restore", step + 1)
 
     while step < recipe.train.steps and not wanted.stop:
@@ -145,6 +146,7 @@ def train(
             compare(parts, replicas, recorded.step)
         saves.save(recorded.step, recorded.cursor, recorded.chain, tiers_at_end(recipe.checkpoint), last=True)
     saves.finish()
+    parts.callbacks.end(recorded.step)
     beat.enter("end")
     return recorded.step >= recipe.train.steps
 
@@ -175,6 +177,8 @@ def record(
         named = named_metrics(parts.objective.names, metrics, result.note["counts"])
         named |= {"loss": loss, "grad_norm": norm, "lr": result.note["lr"]}
         parts.recorder.event("step", **times, **named, **counts, cursor=cursor, chain=after.chain)
+        if parts.callbacks.step(step, named):
+            parts.stop.asked = True
     else:
         parts.recorder.event("step", **times)
     # A bad step is recorded too, for people to see. A later attempt starts before it and rolls it back.

@@ -3,8 +3,8 @@
 from typing import Any, cast
 
 from headway.errors import ModelError
-from headway.models.custom import load_name
 from headway.recipe.objective import AnyObjective, CustomObjective, Dpo, Kto, Orpo, Pretrain, Sft, SimPo
+from headway.recipe.own_code import load_name
 from headway.train.objectives.base import CountedObjective, NextToken, WeightedTokens
 from headway.train.objectives.kto import KtoLoss
 from headway.train.objectives.preference import DpoLoss, OrpoLoss, SimPoLoss
