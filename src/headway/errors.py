@@ -149,3 +149,8 @@ def what_is_wrong(mistake: Mapping[str, Any]) -> str:
         return str(mistake["msg"]).removeprefix("Value error, ")
     message = str(mistake["msg"])
     return _WANTED.get(mistake["type"]) or message[0].lower() + message[1:]
+
+
+def plural(number: int, noun: str) -> str:
+    """Return `1 file` or `2 files`, for a message."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -16,7 +16,7 @@ from headway.cli.plan import plan
 from headway.cli.report import report
 from headway.cli.runs import runs
 from headway.cli.stacks import _worker
-from headway.cli.text import shortened
+from headway.cli.text import next_line, shortened, wrap_lines
 from headway.cluster.engines.engine import JobStatus, LaunchRequest
 from headway.cluster.engines.submissions import Submission
 from headway.cluster.submit.runs import SubmittedRun
@@ -57,6 +57,37 @@ def test_reason_of_a_failed_job_is_not_cut() -> None:
     lines = _table([failed])
     assert max(map(len, lines)) <= 80
     assert " ".join(" ".join(lines[2:]).split()) == "on vm; " + "because " * 20 + "n0:/there/is/its/log"
+
+
+COMMANDS = [
+    "headway requeue RUN --runs /data/team/experiments/2026/november/runs",
+    "headway logs tonight --follow --runs /data/team/experiments/runs",
+    "headway checkpoint ls s3://bucket/checkpoints/demo-killed@200",
+    "headway train --from s3://bucket/checkpoints/a/step-00002000 --name a-2",
+    "`headway resume demo --runs '/data/my runs'`",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_wrapped_text_never_breaks_a_command(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = f"hint: bring the folder back if you have it somewhere, then {command}, which starts the run again there"
+    lines = wrap_lines(text, indent=6)
+    assert " ".join(line.strip() for line in lines) == text
+    assert sum(command in line for line in lines) == 1, lines
+    assert max(len(line) for line in lines if command not in line) <= width
+    within = [line for line in lines if command in line]
+    assert len(within[0]) <= max(width, len(command) + 8), "a long command has a line of its own"
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_next_commands_share_a_line_only_where_it_fits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert next_line("headway jobs", "headway logs a") == "next: headway jobs, headway logs a"
+    lines = next_line(*COMMANDS[:3]).splitlines()
+    assert [line[6:] for line in lines] == COMMANDS[:3]
+    assert [line[:6] for line in lines] == ["next: ", " " * 6, " " * 6]
 
 
 def test_cut_text_ends_with_dots() -> None:

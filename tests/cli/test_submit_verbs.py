@@ -14,7 +14,7 @@ from headway.cli.main import main
 from headway.cluster.engines.settings import engine_settings, open_engine
 from headway.errors import UsageError
 from headway.recipe import to_toml
-from headway.track import RunFolder, read_run
+from headway.track import Recorder, RunFolder, read_run, record_path
 
 
 class Typed:
@@ -191,6 +191,12 @@ def test_unreachable_engine_is_named_and_the_others_are_listed(desk, slurm, tmp_
     assert jobs["s"]["state"] == "unknown"
     assert 'Slurm is down: scontrol ping printed "Slurmctld(primary) at here is DOWN"' in jobs["s"]["unreachable"]
     assert (jobs["l"]["state"] != "unknown", jobs["l"]["unreachable"]) == (True, None)
+    with Recorder(record_path(tmp_path / "runs" / "s" / "events", 1, "agent"), attempt=1, process="agent") as agent:
+        agent.event("attempt", workers=1, device="cpu")
+        agent.event("end", outcome="finished", reason="all steps done")
+    finished = next(job for job in desk("jobs", "--json").json if job["run"] == "s")
+    assert (finished["state"], finished["reason"]) == ("finished", "all steps done (from its records)")
+    assert finished["unreachable"], "its engine still does not answer"
     table = desk("jobs").out
     assert "slurm is unreachable: Slurm is down" in table
     assert max(map(len, table.splitlines())) <= 80
@@ -229,7 +235,8 @@ def test_held_job_is_shown_with_the_command_that_releases_it(desk, slurm, tmp_pa
     held = f"held by Slurm until {time.strftime('%H:%M', time.localtime(begin))}"
     table = desk("jobs").out
     assert f"{held}; headway requeue {name}" in " ".join(table.split())
-    assert max(map(len, table.splitlines())) <= 80
+    assert max(len(line) for line in table.splitlines() if "headway" not in line) <= 80
+    assert sum(f"headway requeue {name}" in line for line in table.splitlines()) == 1, "a command is not broken"
     (shown,) = desk("jobs", "--json").json
     assert (shown["reason"], shown["remedy"]) == (held, "requeue")
     assert set((tmp_path / "acts").read_text().splitlines()) == {"ping"}, "queries change nothing"

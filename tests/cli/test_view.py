@@ -66,6 +66,15 @@ def test_non_finite_loss_is_reported() -> None:
     assert "loss not finite" in standing_after([FACTS, broken]).numbers()
 
 
+def test_retry_of_the_last_save_says_for_how_long() -> None:
+    retry = {"kind": "retry", "t": 0, "message": "no room"}
+    for more, words in (
+        ({"limit_s": 60.0}, "retrying for at most 60 s: no room"),
+        ({}, "retrying: no room"),
+    ):
+        assert standing_after([retry | more]).notices == [f"cannot save the last state yet, {words}"]
+
+
 @pytest.mark.parametrize("width", [80, 60, 40])
 def test_the_panel_fits_the_terminal(width: int) -> None:
     """No number is broken from its unit; the progress bar is shortened."""

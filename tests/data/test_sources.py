@@ -81,7 +81,7 @@ def test_folders_empty_lists_and_excluded_everything(tree):
         find_sources([tree])
     with pytest.raises(DataError, match="no source"):
         find_sources([])
-    with pytest.raises(DataError, match="--exclude removes all of 1 files"):
+    with pytest.raises(DataError, match="--exclude removes all of 1 file"):
         find_sources([tree / "a.py"], exclude=["a.py"])
 
 

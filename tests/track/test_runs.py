@@ -135,12 +135,32 @@ def test_taken_name_suggests_resume_only_where_it_works(tmp_path, outcome, comma
         assert caught.value.exit_status == 2
         return caught.value.hint or ""
 
-    assert (command in hint()) if command else hint() == "choose another name"
+    assert (command in hint()) if command else hint() == "choose another name, such as --name r-2"
     with lock_run(run):
         assert "headway stop r" in hint()
     if outcome is None:
         (run.path / "jobs.jsonl").write_text("")
-        assert hint() == "choose another name", "an engine will start it"
+        assert hint() == "choose another name, such as --name r-2", "an engine will start it"
+
+
+@pytest.mark.parametrize(
+    ("taken", "free"),
+    [
+        (["demo"], "demo-2"),
+        (["demo", "demo-2", "demo-3"], "demo-4"),
+        (["demo-9"], "demo-10"),
+        (["demo-1f2e"], "demo-1f2e-2"),
+        (["demo-2026"], "demo-2026-2"),
+        (["a" * 64], "a" * 62 + "-2"),
+    ],
+)
+def test_taken_name_suggests_a_free_one_that_is_accepted(tmp_path, taken, free):
+    for name in taken:
+        create_run(tmp_path, "x", name)
+    with pytest.raises(RunError) as refused:
+        create_run(tmp_path, "x", taken[0])
+    assert f"--name {free}" in (refused.value.hint or "")
+    assert create_run(tmp_path, "x", free).name == free
 
 
 def test_failed_runs_make_room_for_their_name_and_stay_readable(tmp_path):

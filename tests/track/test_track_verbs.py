@@ -231,6 +231,7 @@ def test_report_of_run_without_records(tmp_path):
     result = call(tmp_path, "report", "demo")
     assert result.exit_code == 0
     assert "interrupted, step 0 in 0 attempts" in result.output
+    assert "next: headway logs " in result.output, "no step, no metrics"
 
 
 def test_metrics_prints_steps_and_values(tmp_path):

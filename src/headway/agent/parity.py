@@ -34,7 +34,7 @@ from headway.agent.supervise.outcome import AttemptOutcome
 from headway.agent.supervise.supervisor import supervise_run
 from headway.agent.workers.env import worker_environment
 from headway.agent.workers.zygote import ZygoteClient
-from headway.errors import HeadwayError, RunError, UsageError, WorkerError
+from headway.errors import HeadwayError, RunError, UsageError, WorkerError, plural
 from headway.hardware import devices
 from headway.plan.settings import AXES
 from headway.recipe import FaultPlan, Parallel, ParityTrial, Recipe
@@ -123,7 +123,7 @@ def check_parity(
                 # 3 each mesh
                 for mesh, attempt in zip(meshes, attempts, strict=True):
                     name = describe(mesh, attempt.workers)
-                    report(f"{name}: {attempt.workers} workers on {attempt.device}")
+                    report(f"{name}: {plural(attempt.workers, 'worker')} on {attempt.device}")
                     results.append(_compare_mesh(single, attempt, name, steps, zygote))
                     if keep is None:
                         shutil.rmtree(attempt.run)

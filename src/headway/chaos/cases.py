@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from signal import SIGKILL, SIGTERM, SIGUSR1, Signals
 from typing import Literal
 
-from headway.errors import RecipeError, UsageError, suggest
+from headway.errors import RecipeError, UsageError, plural, suggest
 from headway.recipe import FaultPlan, Recipe
 from headway.recipe.faults import AGENT, KEEPER, Action, WorkerPoint
 
@@ -272,7 +272,7 @@ def _named(name: str, workers: int) -> FaultCase:
         names = [case.name for case in CASES]
         raise UsageError(f"unknown fault {name!r}", hint=suggest(name, names, "docs/concepts/faults.md lists all"))
     if not _fits(case, workers):
-        requirement = "an even number of workers" if case.even else f"{case.min_workers} workers or more"
+        requirement = "an even number of workers" if case.even else f"{plural(case.min_workers, 'worker')} or more"
         raise UsageError(f"{name} needs {requirement}, not {workers}", hint="--workers 2")
     return case
 

@@ -22,7 +22,7 @@ from headway.chaos.recovery_times import (
     median_step_s,
     oracle_violations,
 )
-from headway.errors import RunError
+from headway.errors import RunError, plural
 from headway.recipe import FaultPlan, Recipe, with_settings
 from headway.recipe.faults import read_fired_faults
 from headway.track import RunFolder, compare_runs, read_recipe, read_run
@@ -128,7 +128,7 @@ class _ReferenceRuns:
         for other, run in self._runs:
             if other == recipe:
                 return run
-        self._report("the unfaulted run" + (f" of {recipe.train.steps} steps" if self._runs else ""))
+        self._report("the unfaulted run" + (f" of {plural(recipe.train.steps, 'step')}" if self._runs else ""))
         run = run_with_faults(self._harness, recipe, f"reference-{len(self._runs) + 1}")
         if run.statuses != [0] or run.left:
             why = run.left[0] + " was left behind" if run.left else run.reason
@@ -205,7 +205,7 @@ def run_soak(harness: ChaosHarness, recipe: Recipe, count: int, seed: int, repor
     )  # fmt: skip
     recipe = with_settings(_with_restarts(recipe), [f"train.steps={steps_needed(faults)}"])
     reference = _ReferenceRuns(harness, report).of(recipe)
-    report(f"{count} faults in {recipe.train.steps} steps")
+    report(f"{plural(count, 'fault')} in {plural(recipe.train.steps, 'step')}")
     harness = replace(harness, patience_s=MIN_PATIENCE_S + PATIENCE * (reference.seconds + count))
     faulted = run_with_faults(harness, recipe, f"random-{seed}", faults)
     records = read_run(faulted.run)

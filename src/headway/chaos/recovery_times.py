@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headway.chaos.cases import FaultCase, Way
+from headway.errors import plural
 from headway.track import Event, Record, RunComparison, account, checkpoint_digests
 from headway.track.metrics import history
 
@@ -157,7 +158,7 @@ def oracle_violations(
         violations.append(f"its launchers exited with {describe_statuses(statuses)}, not {expected}")
     attempts = max((record.header.attempt for record in records), default=0)
     if attempts != case.attempts:
-        violations.append(f"{attempts} attempts, not {case.attempts}")
+        violations.append(f"{plural(attempts, 'attempt')}, not {case.attempts}")
     events = _agent_events(records, fault_ns)
     if case.signs and not any(event.kind in case.signs for event in events):
         violations.append(f"not noticed: no {' or '.join(case.signs)} event")

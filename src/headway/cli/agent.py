@@ -27,7 +27,7 @@ from headway.agent.saving.restore_points import need_store
 from headway.cli.launch import launch, start_launcher
 from headway.cli.options import Json, Runs
 from headway.cli.run_lookup import folder_of, own_folder_of, own_root
-from headway.cli.text import print_json
+from headway.cli.text import plural, print_json
 from headway.cluster.submit.store_runs import run_of_array_task
 from headway.errors import HeadwayError, RunError, UsageError
 from headway.hardware import Devices, devices
@@ -121,7 +121,7 @@ def agent(
         raise UsageError(problem, hint="use --join on machines that do not share the run's folder")
     if join is None and rank >= nodes + spares:
         raise UsageError(
-            f"--rank {rank} is out of range: {nodes + spares} machines",
+            f"--rank {rank} is out of range: {plural(nodes + spares, 'machine')}",
             hint="ranks start at 0; see --nodes and --spares",
         )
     in_store = run is not None and is_in_store(run)
@@ -195,7 +195,9 @@ def _leader_of(run: str | None, runs: Path | None) -> tuple[str, tuple[str, int]
         live = [live_run.run for live_run in list_live_runs()]
         if len(live) != 1:
             names = ", ".join(folder.name for folder in live) or "none"
-            raise UsageError(f"{len(live)} runs have an agent on this machine: {names}", hint="name one with --run RUN")
+            raise UsageError(
+                f"{plural(len(live), 'run')} with an agent on this machine: {names}", hint="name one with --run RUN"
+            )
         folder = live[0]
     else:
         folder = find_run(runs_root(runs), run)
@@ -282,7 +284,8 @@ def _work(
         attempt = resume_run(folder, [], workers=workers, on=everywhere)
         if attempt.workers < nodes:
             raise UsageError(
-                f"--nodes {nodes} is more than {attempt.workers} workers", hint="use fewer nodes or more workers"
+                f"--nodes {nodes} is more than {plural(attempt.workers, 'worker')}",
+                hint="use fewer nodes or more workers",
             )
         before = nodes_before(folder)
         changed = [] if before in (None, nodes) else [f"number of nodes changed from {before} to {nodes}"]

@@ -2,7 +2,7 @@
 
 from headway.cli.jobs import as_document, print_sweep_jobs, sweep_named
 from headway.cli.options import Json, RunOrSweep, Runs
-from headway.cli.text import print_json
+from headway.cli.text import next_line, print_json
 from headway.cluster.submit import runs as submit
 from headway.cluster.submit.sweeps import cancel_sweep
 from headway.track import command, find_run, runs_root
@@ -24,4 +24,4 @@ def cancel(
         print_json(as_document(after))
         return
     print(f"{after.run.name}: job {after.submission.job} is {after.status.state}")
-    print(f"next: {command(root, 'jobs')}, {after.run.command('requeue')}")
+    print(next_line(command(root, "jobs"), after.run.command("requeue")))

@@ -10,7 +10,7 @@ from typing import Any
 from headway.chaos.matrix import CaseResult, FaultMatrix, SoakResult
 from headway.chaos.random_faults import count_kinds
 from headway.chaos.torchrun_baseline import BaselineResult
-from headway.cli.text import columns, short_seconds
+from headway.cli.text import columns, plural, short_seconds
 
 NAME = 22
 MISSED = 3
@@ -27,7 +27,7 @@ def _head(matrix: FaultMatrix) -> list[str]:
     tries = max((len(result.tries) for result in matrix.results), default=1)
     often = f", medians of {tries} tries" if tries > 1 else ""
     step = f"{1e3 * matrix.step_s:.0f} ms"
-    return [f"{matrix.recipe}: {matrix.workers} workers, {matrix.steps} steps of {step}{often}", ""]
+    return [f"{matrix.recipe}: {plural(matrix.workers, 'worker')}, {plural(matrix.steps, 'step')} of {step}{often}", ""]
 
 
 def _table(matrix: FaultMatrix) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _trouble(matrix: FaultMatrix) -> Iterator[str]:
 
 def _end(matrix: FaultMatrix) -> str:
     met = sum(result.met == len(result.tries) for result in matrix.results)
-    return f"{met} of {len(matrix.results)} faults handled as expected."
+    return f"{met} of {plural(len(matrix.results), 'fault')} handled as expected."
 
 
 def _wrapped(text: str) -> list[str]:
@@ -140,9 +140,10 @@ def long_lines(long: SoakResult) -> list[str]:
     """Return a long run as text."""
     count = len(long.faults.faults)
     lines = [
-        f"{len(long.struck)} of {count} faults fired in {long.steps} steps (seed {long.seed}), {long.seconds:.0f} s:",
+        f"{len(long.struck)} of {plural(count, 'fault')} fired in {plural(long.steps, 'step')} "
+        f"(seed {long.seed}), {long.seconds:.0f} s:",
         *(f"  {number:>4}  {name}" for name, number in count_kinds(long.faults).items()),
-        f"{long.attempts} attempts; {long.lost_s:.1f} worker-seconds lost",
+        f"{plural(long.attempts, 'attempt')}; {long.lost_s:.1f} worker-seconds lost",
     ]
     if long.met:
         return [*lines, "equal: chain and digest match the run without faults; nothing was left behind."]

@@ -104,7 +104,8 @@ def verify_command(run: Ref, runs: Runs = None, json: Json = False) -> None:
         print(f"note: {len(stored)} in the object store not read; use {verify}")
     if damaged:
         raise StateError(
-            f"{len(damaged)} of {len(results)} checkpoints of {name} are damaged: {', '.join(damaged)}",
+            f"{len(damaged)} of {plural(len(results), 'checkpoint')} of {name} "
+            f"{'is' if len(damaged) == 1 else 'are'} damaged: {', '.join(damaged)}",
             hint="headway resume uses the newest intact one; delete damaged ones to free their space",
         )
 
@@ -173,7 +174,10 @@ def export_command(
         if json:
             print_json({"checkpoint": checkpoint.address, "folder": str(folder), "base": recipe.model.init, **facts})
         else:
-            print(f"{folder}: adapters of {checkpoint.label}, {len(adapter.layers)} layers of {recipe.model.init}")
+            print(
+                f"{folder}: adapters of {checkpoint.label}, "
+                f"{plural(len(adapter.layers), 'layer')} of {recipe.model.init}"
+            )
             print(f"next: peft.PeftModel.from_pretrained(base, {str(folder)!r})")
         return
     shapes = recipe.model.tensors() | recipe.model.buffers()
@@ -199,7 +203,7 @@ def export_command(
         facts = {"step": manifest.step, "tensors": len(weights), "digest": manifest.digest}
         print_json({"checkpoint": checkpoint.address, "folder": str(folder), **facts})
     else:
-        print(f"{folder}: {checkpoint.label}{', EMA weights' if ema else ''}, {len(weights)} tensors")
+        print(f"{folder}: {checkpoint.label}{', EMA weights' if ema else ''}, {plural(len(weights), 'tensor')}")
         print(f"next: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
@@ -243,7 +247,9 @@ def merge_command(
         facts = {"base": merge.base, "layers": len(merge.adapter.layers), "tensors": len(weights)}
         print_json({"adapter": merge.adapter.name, "folder": str(folder), **facts})
     else:
-        print(f"{folder}: {len(merge.adapter.layers)} layers of {merge.base} with the adapters of {merge.label}")
+        print(
+            f"{folder}: {plural(len(merge.adapter.layers), 'layer')} of {merge.base} with the adapters of {merge.label}"
+        )
         print(f"next: headway serve {folder}")
 
 
@@ -282,7 +288,10 @@ def import_command(
         facts = {"step": manifest.step, "tensors": len(weights), "bytes": manifest.bytes, "digest": manifest.digest}
         print_json({"run": run_folder.name, "path": str(run_folder.path), **facts, "tokenizer": tokenizer is not None})
         return
-    print(f"{run_folder.name}: {len(weights)} tensors, {byte_size(manifest.bytes)}, digest {manifest.digest[:16]}")
+    print(
+        f"{run_folder.name}: {plural(len(weights), 'tensor')}, "
+        f"{byte_size(manifest.bytes)}, digest {manifest.digest[:16]}"
+    )
     if tokenizer is None or tokenizer.end_id is None:
         what = "no tokenizer.json" if tokenizer is None else "no known end-of-text token"
         print(f"note: {folder} has {what}, which headway sample needs")
@@ -459,7 +468,7 @@ def _verify(checkpoint: NamedCheckpoint, quiet: bool) -> dict[str, Any]:
         line, result = error.message, {"step": checkpoint.step, "ok": False, "damage": error.message}
     else:
         workers = opened.manifest.workers
-        sizes = f"{plural(workers, 'worker')}, {verified.tensors} tensors, {byte_size(verified.bytes)}"
+        sizes = f"{plural(workers, 'worker')}, {plural(verified.tensors, 'tensor')}, {byte_size(verified.bytes)}"
         line, result = (
             f"ok, {sizes}, digest {verified.digest[:16]}",
             {"ok": True, **asdict(verified), "workers": workers},

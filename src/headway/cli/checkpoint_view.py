@@ -126,7 +126,7 @@ def cut_of(tensor: TensorEntry) -> str:
     for _, count in along:
         total *= count
     if total != len(pieces):
-        return f"{len(pieces)} pieces"
+        return plural(len(pieces), "piece")
     if len(along) == 1:
         return f"{along[0][1]} x {along[0][0]}"
     return f"{' x '.join(name for name, _ in along)} {' x '.join(str(count) for _, count in along)}"
@@ -139,7 +139,7 @@ def show_lines(place: str, facts: Mapping[str, Any], tensors: Sequence[Mapping[s
     yield _fact("step", f"{facts['step']}{saved}")
     yield _fact("digest", facts["digest"] + (" (of format 1)" if facts["digest_function"] == 1 else ""))
     yield _fact("chain", facts["chain"])
-    yield _fact("cursor", f"{facts['cursor']:,} samples")
+    yield _fact("cursor", f"{plural(facts['cursor'], 'sample')}")
     if facts["data_version"]:
         yield _fact("data", f"version {facts['data_version']}")
     if facts["recipe"]:

@@ -194,7 +194,7 @@ def show_command(
     if packing is not None and dataset.manifest.chat is not None:
         print(f"packing    {packing_line(dataset.manifest.chat, packing)}")
     for sample in shown:
-        print(f"\ndocument {sample['document']:,} ({sample['tokens']:,} tokens)")
+        print(f"\ndocument {sample['document']:,} ({plural(sample['tokens'], 'token')})")
         if sample["prompt"]:
             _print_text("prompt", sample["prompt"])
         _print_text("text" if sample["prompt"] else "", sample["text"])

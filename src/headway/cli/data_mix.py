@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from headway.cli.text import count, print_json
+from headway.cli.text import count, plural, print_json
 from headway.data.corpus import Corpus, open_corpus
 from headway.recipe import load_recipe
 
@@ -15,7 +15,7 @@ def print_mix(recipe: Path, settings: list[str], as_json: bool) -> None:
     if as_json:
         print_json(facts)
         return
-    print(f"recipe     {facts['recipe']}, {facts['steps']:,} steps")
+    print(f"recipe     {facts['recipe']}, {plural(facts['steps'], 'step')}")
     print(f"samples    {facts['samples']:,} of {facts['seq']:,} tokens")
     print(f"version    {facts['version']}")
     print(f"\n{'part':20}{'windows':>13}{'samples':>13}{'tokens':>9}{'share':>9}{'epochs':>10}")

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from headway.cli.text import columns
+from headway.cli.text import columns, plural
 from headway.cluster.engines.settings import engine_settings, reach_engine
 from headway.cluster.engines.slurm.commands import run
 from headway.cluster.engines.slurm.parse import PARTITIONS, parse_partitions
@@ -37,6 +37,8 @@ def _look_at_ray() -> tuple[dict[str, Any], list[str]]:
     machines = reach_engine("ray", runs_root()).inventory()
     gpus, cpus = sum(machine.gpus for machine in machines), sum(machine.cpus for machine in machines)
     names = ", ".join(machine.name for machine in machines)
-    lines = [f"Ray answers and accepts this process: {len(machines)} nodes, {gpus} GPUs, {cpus:g} CPUs"]
+    lines = [
+        f"Ray answers and accepts this process: {plural(len(machines), 'node')}, {plural(gpus, 'GPU')}, {cpus:g} CPUs"
+    ]
     lines += wrap(names, columns(), initial_indent="  ", subsequent_indent="  ")
     return {"engine": "ray", "machines": [asdict(machine) for machine in machines]}, lines

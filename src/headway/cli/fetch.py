@@ -10,7 +10,7 @@ from headway.agent.saving.restore_points import need_store
 from headway.agent.supervise.outcome import recorded_exit_status
 from headway.cli.logs import is_alive
 from headway.cli.options import Json, Runs, complete_run
-from headway.cli.text import duration, print_json
+from headway.cli.text import duration, next_line, plural, print_json
 from headway.state.address import is_in_store
 from headway.track import RunFolder, RunSummary, find_run, read_ends, read_recipe, runs_root, summarize
 
@@ -43,11 +43,11 @@ def fetch(
         document = {"run": summary.name, "step": summary.step, "attempts": summary.attempts, "loss": summary.loss}
         print_json(document | {"state": "running" if state == TRAINS else summary.state})
         return
-    print(f"{summary.name}: step {summary.step}, {summary.attempts} attempt{'s' * (summary.attempts != 1)}, {state}")
+    print(f"{summary.name}: step {summary.step}, {plural(summary.attempts, 'attempt')}, {state}")
     for path in [] if state in (TRAINS, "finished") else start_failures(folder):
         print(f"  {path.read_text().strip()}")
     verbs = ["report", "logs", *([] if state == "finished" else ["resume" if over else "fetch"])]
-    print(f"next: {', '.join(folder.command(verb) for verb in verbs)}")
+    print(next_line(*(folder.command(verb) for verb in verbs)))
 
 
 TRAINS = "training"

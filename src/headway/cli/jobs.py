@@ -4,10 +4,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import wrap
 
 from headway.cli.options import Json, Runs
-from headway.cli.text import columns, print_json, shortened
+from headway.cli.text import columns, next_line, plural, print_json, shortened, wrap_lines
 from headway.cluster.submit.runs import SubmittedRun, submitted_runs
 from headway.cluster.submit.sweeps import Sweep, find_sweep
 from headway.track import command, runs_root
@@ -25,7 +24,7 @@ def jobs(runs: Runs = None, json: Json = False) -> None:
     else:
         print("\n".join([*_table(submitted), *_unreachable(submitted)]))
         follow_ups = [command(root, words) for words in ("logs RUN --follow", "cancel RUN", "requeue RUN")]
-        print(f"next: {', '.join(follow_ups)}")
+        print(next_line(*follow_ups))
 
 
 def _table(submitted: list[SubmittedRun]) -> list[str]:
@@ -62,7 +61,7 @@ def _under(job: SubmittedRun) -> list[str]:
     remedy = job.run.command(job.status.remedy) if job.status.remedy else ""
     text = "; ".join(filter(None, (machines, job.status.reason, remedy)))
     if remedy or job.status.state in ("failed", "impossible", "unknown"):
-        return wrap(text, columns(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        return wrap_lines(text, "  ")
     return [shortened(f"  {text}", columns())] if text else []
 
 
@@ -71,8 +70,8 @@ def _unreachable(submitted: list[SubmittedRun]) -> list[str]:
     errors = {job.submission.engine: job.unreachable for job in submitted if job.unreachable is not None}
     lines = list[str]()
     for engine, error in errors.items():
-        lines += wrap(f"{engine} is unreachable: {error.message}", columns(), subsequent_indent="  ")
-        lines += wrap(f"hint:  {error.hint}", columns(), subsequent_indent="       ") if error.hint else []
+        lines += wrap_lines(f"{engine} is unreachable: {error.message}")
+        lines += wrap_lines(error.hint, "hint:  ", 7) if error.hint else []
     return lines
 
 
@@ -105,5 +104,5 @@ def print_sweep_jobs(root: Path, sweep: Sweep, after: Mapping[str, SubmittedRun 
         return
     states = [job.status.state for job in submitted]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
-    print(f"{sweep.name}: job {sweep.job}, {len(submitted)} runs: {counts}")
+    print(f"{sweep.name}: job {sweep.job}, {plural(len(submitted), 'run')}: {counts}")
     print(f"next: {command(root, 'sweep', sweep.name)}")

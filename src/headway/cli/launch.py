@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 
 from headway.agent import Attempt, AttemptOutcome, run_launcher
 from headway.agent.fd_store import FdEntry
-from headway.cli.text import print_json
+from headway.cli.text import next_line, print_json
 from headway.cli.view import open_view, plan_lines, tell
 from headway.errors import RunError, WorkerError
 from headway.track import (
@@ -48,7 +48,7 @@ def launch(attempt: Attempt, *, detach: bool, json: bool, keep_name: bool = Fals
             print(name)
             run = attempt.folder
             follow_ups = [run.command("logs", "--follow"), run.command("report"), run.command("stop")]
-            print(f"next: {', '.join(follow_ups)}", file=sys.stderr)
+            print(next_line(*follow_ups), file=sys.stderr)
         return
     with open_view(attempt, quiet=json) as view:
         outcome = run_launcher(attempt, view.tick, view.report_storage)

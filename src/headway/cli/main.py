@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import textwrap
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +14,7 @@ from typer.core import TyperGroup
 
 from headway import __version__
 from headway.cli.lazy import LazyCommands
+from headway.cli.text import wrap_lines
 from headway.errors import INTERRUPTED, HeadwayError
 
 ENVIRONMENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
@@ -159,14 +159,7 @@ def _print_error(message: str, hint: str | None) -> None:
 
 def _wrap(label: str, text: str) -> str:
     """Wrap a message at the width of the terminal, with a hanging indent."""
-    return textwrap.fill(
-        text,
-        max(40, shutil.get_terminal_size().columns),
-        initial_indent=label,
-        subsequent_indent=" " * len(label),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return "\n".join(wrap_lines(text, label, len(label), max(40, shutil.get_terminal_size().columns)))
 
 
 if __name__ == "__main__":

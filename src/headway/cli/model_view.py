@@ -104,7 +104,7 @@ def show_lines(model: Model, document: Mapping[str, Any]) -> Iterator[str]:
     yield from _cost_lines(document)
     if document["stored"] is not None:
         dtypes = ", ".join(f"{name} {byte_size(number)}" for name, number in document["stored"]["dtypes"].items())
-        yield _fact("stored", f"{document['stored']['tensors']:,} tensors: {dtypes}")
+        yield _fact("stored", f"{plural(document['stored']['tensors'], 'tensor')}: {dtypes}")
     if document["kind"] == "folder":
         yield _fact("template", _template(document["chat_template"]))
     for note in document["notes"]:
@@ -112,13 +112,17 @@ def show_lines(model: Model, document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shape_lines(model: Model, windows: Mapping[int, int]) -> Iterator[str]:
-    yield _fact("shape", f"{model.layers} layers, width {model.dim:,}, feed-forward {model.hidden:,}")
+    yield _fact("shape", f"{plural(model.layers, 'layer')}, width {model.dim:,}, feed-forward {model.hidden:,}")
     keys = "" if model.kv_heads == model.heads else f", {model.kv_heads} KV heads"
     yield _fact("heads", f"{model.heads} of {model.head_dim}{keys}")
     experts = model.architecture().experts
     if experts is not None:
         shared = f", {experts.shared} shared" if experts.shared else ""
-        dense = f"; the first {experts.dense_layers} layers are dense" if experts.dense_layers else ""
+        dense = (
+            f"; the first {experts.dense_layers} layers are dense"
+            if experts.dense_layers > 1
+            else "; the first layer is dense" * experts.dense_layers
+        )
         yield _fact("experts", f"{experts.top_k} of {experts.count}, each {experts.hidden:,} wide{shared}{dense}")
     tied = "tied" if model.tie_embeddings else "not tied"
     yield _fact("vocabulary", f"{model.vocabulary:,}, embedding and head {tied}")
@@ -240,7 +244,7 @@ def diff_lines(root: Path, document: Mapping[str, Any]) -> Iterator[str]:
         yield f"  and {len(tensors['shapes']) - SHOWN:,} more of another shape (--json lists all)"
     pairs = [" | ".join(pair) for pair in tensors["dtypes"].values()]
     for pair in dict.fromkeys(pairs):
-        yield f"  {pairs.count(pair):,} tensors: {pair}"
+        yield f"  {plural(pairs.count(pair), 'tensor')}: {pair}"
     yield from _value_lines(document["values"])
     for note in document["notes"]:
         yield from _wrap(f"note: {note}")

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from headway.cli.options import EngineName, Json, Runs
-from headway.cli.text import columns, print_json
+from headway.cli.text import columns, plural, print_json
 from headway.cluster.engines import Machine
 from headway.cluster.engines.settings import reach_engine
 from headway.track import runs_root
@@ -18,8 +18,8 @@ def nodes(engine: EngineName = "local", runs: Runs = None, json: Json = False) -
         print_json([asdict(machine) for machine in machines])
         return
     print("\n".join(_table(machines)))
-    free = sum(machine.gpus_free for machine in machines)
-    print(f"{len(machines)} machines, {free} of {sum(machine.gpus for machine in machines)} GPUs free")
+    free, gpus = sum(machine.gpus_free for machine in machines), sum(machine.gpus for machine in machines)
+    print(f"{plural(len(machines), 'machine')}, {free} of {plural(gpus, 'GPU')} free")
     print(f"next: headway submit RECIPE --engine {engine} --on CHIPxPERNODE")
 
 

@@ -21,7 +21,7 @@ from headway.cli.plan_serving import (
 )
 from headway.cli.plan_view import explain_lines, next_lines, plan_lines, run_of, sweep_lines
 from headway.cli.progress import terminal_bars
-from headway.cli.text import print_json
+from headway.cli.text import plural, print_json
 from headway.data import open_dataset
 from headway.data.corpus import open_corpus
 from headway.errors import UsageError
@@ -290,12 +290,13 @@ def _calibrated(file: Path) -> Efficiencies:
     if not cases:
         reason = next(iter(skipped.values()), "it is empty")
         raise UsageError(f"{file}: cannot model any of its runs: {reason}")
-    note = f"; {len(skipped)} lines could not be modelled" if skipped else ""
+    note = f"; {plural(len(skipped), 'line')} could not be modelled" if skipped else ""
     efficiencies = fit(cases, fitted_parameters())
     mean_error = sum(abs(predict(case, efficiencies) / case.tokens_s - 1) for case in cases) / len(cases)
     chips = ", ".join(sorted({case.chip for case in cases}))
     print(
-        f"calibrated to {len(cases)} runs of {file} on {chips}{note}; mean error now {mean_error:.0%}", file=sys.stderr
+        f"calibrated to {plural(len(cases), 'run')} of {file} on {chips}{note}; mean error now {mean_error:.0%}",
+        file=sys.stderr,
     )
     if mean_error > POOR:
         print("note: poor fit to these runs: check the file", file=sys.stderr)
@@ -365,7 +366,10 @@ def _with_steps(recipe: Recipe) -> Train:
         return train
     if all((Path(part.path) / "manifest.json").exists() for part in recipe.data.parts.values()):
         return open_corpus(recipe).train()
-    print(f"note: the data is not built; assuming {train.steps:,} steps for {train.epochs:g} epochs", file=sys.stderr)
+    print(
+        f"note: the data is not built; assuming {plural(train.steps, 'step')} for {train.epochs:g} epochs",
+        file=sys.stderr,
+    )
     return train.with_steps(train.steps)
 
 
@@ -527,7 +531,7 @@ def _sweep(request: _Request, text: str, json: bool) -> None:
             request.cluster,
             nodes,
             lambda cluster: request.plan(cluster, keep=1),
-            lambda done, of: tell(f"planning for {nodes[done]:,} nodes", done, of),
+            lambda done, of: tell(f"planning for {plural(nodes[done], 'node')}", done, of),
         )
     if json:
         print_json({"recipe": request.recipe.name, "points": [_point_document(points, point) for point in points]})

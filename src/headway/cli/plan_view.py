@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from headway.cli.text import byte_size, columns, count
+from headway.cli.text import byte_size, columns, count, plural
 from headway.plan.explain import Cell, ExplainTable
 from headway.plan.flops import parameters
 from headway.plan.goodput import WRITE_SHARE, Goodput, daly_interval, goodput
@@ -147,7 +147,7 @@ def cut(text: str, width: int) -> str:
 def _work(plan: Plan) -> str:
     """Return what is trained."""
     size = count(parameters(plan.architecture))
-    return f"{plan.name}  {size} parameters, {plan.seq:,} tokens x {plan.batch:,} sequences per step"
+    return f"{plan.name}  {size} parameters, {plan.seq:,} tokens x {plural(plan.batch, 'sequence')} per step"
 
 
 def run_of(plan: Plan, other: RankedPlan) -> RunForecast:
@@ -275,7 +275,7 @@ def _facts(plan: Plan, recipe: Recipe) -> Iterator[str]:
     yield from label("MFU", f"{_tenths(best.mfu)} of {peak}, causal attention counted half; {full}")
     hours = f"{run.device_hours:,.0f}" if run.device_hours >= 10 else f"{run.device_hours:.3g}"
     yield from label(
-        "run", f"{run.steps:,} steps, {count(run.tokens)} tokens: {span(run.seconds)}, {hours} device-hours"
+        "run", f"{plural(run.steps, 'step')}, {count(run.tokens)} tokens: {span(run.seconds)}, {hours} device-hours"
     )
     if run.cost is not None:
         yield from label("cost", f"{_money(run.cost)} at ${run.price_per_device_hour:,.2f} per device-hour")
@@ -289,7 +289,7 @@ def _goodput_lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     lost = ", ".join(f"{name} {percent(share)}" for name, share in expected.accounts.items() if share >= 5e-5)
     yield from label("goodput", _tenths(expected.share) + (f"; lost: {lost}" if lost else ""))
     own = recipe.checkpoint.every_steps
-    stated = "auto" if own == "auto" else f"{own:,} steps" if own else "the last step only"
+    stated = "auto" if own == "auto" else plural(own, "step") if own else "the last step only"
     if expected.interval_steps is None or expected.interval_s is None:
         yield from label("checkpoint", f"at the end suffices: failure rate unknown; the recipe has {stated}")
         return

@@ -6,7 +6,7 @@ from textwrap import wrap
 
 from headway.agent.live_runs import LiveRun, list_live_runs
 from headway.cli.options import Json
-from headway.cli.text import columns, duration, print_json
+from headway.cli.text import columns, duration, next_line, print_json
 from headway.track import RunSummary, command, summarize
 
 
@@ -22,7 +22,7 @@ def ps(json: Json = False) -> None:
         print("\n".join(_table(active)))
         roots = {live.run.path.parent for live, _ in active}
         root = roots.pop() if len(roots) == 1 else Path("DIR")
-        print(f"next: {command(root, 'stacks RUN')}, {command(root, 'stop RUN')}")
+        print(next_line(command(root, "stacks RUN"), command(root, "stop RUN")))
 
 
 def _table(active: list[tuple[LiveRun, RunSummary]]) -> list[str]:

@@ -67,7 +67,7 @@ def cp_command(
         print_json({"files": [str(copy) for copy in contents], "next": commands})
         return
     print("\n".join(map(str, contents)))
-    print("\n".join(f"{label}{command}" for label, command in zip(["next: "] + ["      "] * 9, commands, strict=False)))
+    print("next: " + "\n      ".join(commands))
 
 
 @app.command()

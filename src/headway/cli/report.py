@@ -95,7 +95,8 @@ def _text(
     if len(ledger.attempts) > 1:
         lines += ["attempts:", *(_attempt(attempt) for attempt in ledger.attempts)]
     wrapped = [part for line in lines for part in _wrap(line)]
-    return [*wrapped, f"next: {folder.command('metrics', '--key loss')}"]
+    follow_up = folder.command("metrics", "--key loss") if summary.step else folder.command("logs")
+    return [*wrapped, f"next: {follow_up}"]
 
 
 def _unreadable(records: list[Record]) -> list[str]:

@@ -6,7 +6,7 @@ import typer
 
 from headway.cli.jobs import as_document, print_sweep_jobs, sweep_named
 from headway.cli.options import Json, RunOrSweep, Runs
-from headway.cli.text import print_json
+from headway.cli.text import next_line, print_json
 from headway.cluster.submit import runs as submit
 from headway.cluster.submit.sweeps import requeue_sweep
 from headway.track import command, find_run, runs_root
@@ -34,4 +34,4 @@ def requeue(
         print_json(as_document(after))
         return
     print(f"{after.run.name}: job {after.submission.job} is {after.status.state}")
-    print(f"next: {command(root, 'jobs')}, {after.run.command('logs', '--follow')}")
+    print(next_line(command(root, "jobs"), after.run.command("logs", "--follow")))

@@ -3,11 +3,10 @@
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from textwrap import wrap
 
 from headway.cli.options import Json, Runs
 from headway.cli.run_sync import is_elsewhere
-from headway.cli.text import columns, duration, plural, print_json
+from headway.cli.text import columns, duration, plural, print_json, wrap_lines
 from headway.track import FAILED, RunFolder, RunSummary, command, list_runs, runs_root, summarize
 
 COLUMNS = {"run": 3, "state": 11, "step": 9, "loss": 7, "on": 6, "started": 11, "took": 8}
@@ -47,7 +46,7 @@ def _outdated(root: Path, folders: list[RunFolder], summaries: list[RunSummary])
     what = f"{names[0]} is" if len(names) == 1 else f"{len(names)} runs are"
     which = names[0] if len(names) == 1 else "RUN"
     text = f"note: {what} on other machines and may be further on: {command(root, 'fetch', which)}"
-    return wrap(text, columns(), subsequent_indent="  ")
+    return wrap_lines(text)
 
 
 def _set_aside(root: Path) -> list[str]:
@@ -56,7 +55,7 @@ def _set_aside(root: Path) -> list[str]:
     if not count:
         return []
     text = f"note: {plural(count, 'run')} failed before the first step: {command(root / FAILED, 'runs')}"
-    return wrap(text, columns(), subsequent_indent="  ", break_long_words=False)
+    return wrap_lines(text)
 
 
 def _summary(run: RunFolder) -> RunSummary:

@@ -13,7 +13,7 @@ import typer
 
 from headway.cli.options import Json
 from headway.cli.progress import terminal_bars
-from headway.cli.text import print_json
+from headway.cli.text import plural, print_json
 from headway.cluster.simulate import (
     JobTrace,
     SimulationResult,
@@ -121,7 +121,7 @@ def simulate(
         seed=seed,
     )
     if spares >= nodes:
-        raise UsageError(f"--spares {spares} leaves none of {nodes} nodes", hint="use fewer spares")
+        raise UsageError(f"--spares {spares} leaves none of {plural(nodes, 'node')}", hint="use fewer spares")
     trace, skipped = skip_oversized(_jobs(trace_file, workload, setup, jobs, load), setup, policies)
     if record is not None:
         _new_folder(record)
@@ -216,12 +216,12 @@ def _table(
     skipped: Sequence[UsageError] = (),
 ) -> Iterator[str]:
     span = _short(trace.submit_s[-1] - trace.submit_s[0])
-    jobs = "one job" if len(trace) == 1 else f"{len(trace):,} jobs"
+    jobs = plural(len(trace), "job")
     spares = f", spare nodes: {setup.spares}" if setup.spares else ""
-    tenants = f"{len(trace.tenants)} tenants" if len(trace.tenants) > 1 else "one tenant"
-    yield f"{jobs} of {tenants} in {span}, on {setup.gpus:,} GPUs ({setup.per_node} per node{spares})"
+    tenants = plural(len(trace.tenants), "tenant")
+    yield f"{jobs} of {tenants} in {span}, on {plural(setup.gpus, 'GPU')} ({setup.per_node} per node{spares})"
     if skipped:
-        yield f"skipped {'one job' if len(skipped) == 1 else f'{len(skipped):,} jobs'} that cannot run here:"
+        yield f"skipped {plural(len(skipped), 'job')} that cannot run here:"
         yield from (f"  {error.message}" for error in skipped[:MAX_SKIPPED_LINES])
         if len(skipped) > MAX_SKIPPED_LINES:
             yield f"  and {len(skipped) - MAX_SKIPPED_LINES:,} more, which --json lists"
@@ -240,7 +240,8 @@ def _table(
     if setup.node_days is not None:
         for name, figures in summaries.items():
             lost = figures["lost_gpu_s"]["failure"] / 3600
-            yield f"{name}: node failures stopped {figures['failures']:,} jobs, which lost {lost:,.0f} GPU-hours"
+            stopped = plural(figures["failures"], "job")
+            yield f"{name}: node failures stopped {stopped}, which lost {lost:,.0f} GPU-hours"
     yield ""
     yield "delay: completion minus run time. owed: what tenants requested within their"
     yield "guarantees and did not get, as a share of all guarantees."

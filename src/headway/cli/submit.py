@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from headway.cli.options import EngineName, Json, NoSharedFolder, Runs, Settings
-from headway.cli.text import print_json
+from headway.cli.text import next_line, print_json
 from headway.cluster.submit import runs as submitting
 from headway.hardware import parse_on
 from headway.recipe import load_recipe
@@ -49,4 +49,4 @@ def submit(
         return
     print(f"{run}: job {submission.job} of {engine}")
     follow_ups = [command(root, words) for words in ("jobs", f"logs {run} --follow", f"cancel {run}")]
-    print(f"next: {', '.join(follow_ups)}")
+    print(next_line(*follow_ups))

@@ -9,7 +9,7 @@ import typer
 
 from headway.cli.options import EngineName, Json, NoSharedFolder, Runs, Settings
 from headway.cli.sweep_view import Counting, SweepProgress, document, sweep_lines, table
-from headway.cli.text import print_json
+from headway.cli.text import next_line, plural, print_json
 from headway.cluster.submit.grid import parse_grid
 from headway.cluster.submit.sweep_results import SweepResult, sweep_results, wait_for_sweep
 from headway.cluster.submit.sweep_sync import SweepSync
@@ -128,9 +128,9 @@ def _print_submitted(root: Path, sweep: Sweep, json: bool) -> None:
         fields = {"sweep": sweep.name, "engine": sweep.engine, "job": sweep.job, "on": sweep.on}
         print_json(fields | {"runs": [point.run for point in sweep.points]})
         return
-    print(f"{sweep.name}: {len(sweep.points)} runs, job {sweep.job} of {sweep.engine}")
+    print(f"{sweep.name}: {plural(len(sweep.points), 'run')}, job {sweep.job} of {sweep.engine}")
     follow_ups = [command(root, words) for words in (f"sweep {sweep.name}", "jobs", f"cancel {sweep.name}")]
-    print(f"next: {', '.join(follow_ups)}")
+    print(next_line(*follow_ups))
 
 
 def _wait(root: Path, sweep: Sweep, new: bool, json: bool) -> int:
@@ -150,7 +150,7 @@ def _wait(root: Path, sweep: Sweep, new: bool, json: bool) -> int:
         progress.end()
         print("stopped waiting; the runs continue", file=sys.stderr)
         follow_ups = [command(root, verb, sweep.name) for verb in ("sweep", "cancel")]
-        print(f"next: {', '.join(follow_ups)}", file=sys.stderr)
+        print(next_line(*follow_ups), file=sys.stderr)
         return INTERRUPTED
     progress.end()
     _warn_if_outdated(records)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from headway.cli.text import columns, duration
+from headway.cli.text import columns, duration, next_line
 from headway.cluster.submit.sweep_results import SweepResult, best, ranked_by
 from headway.cluster.submit.sweeps import Sweep
 from headway.track import command
@@ -177,7 +177,7 @@ def _next(root: Path, sweep: Sweep, rows: Sequence[SweepResult], winner: SweepRe
         follow_ups = [f"logs {failed}", f"requeue {failed}"]
     else:
         follow_ups = [f"report {winner.run}" if winner else f"logs {rows[0].run}"]
-    return f"next: {', '.join(command(root, words) for words in follow_ups)}"
+    return next_line(*(command(root, words) for words in follow_ups))
 
 
 def document(sweep: Sweep, rows: Sequence[SweepResult], old: str = "") -> dict[str, object]:

@@ -1,10 +1,21 @@
 """How verbs print: JSON for programs, short numbers for people."""
 
+import re
 import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import to_json
+
+from headway.errors import plural as plural
+
+_GROUPS = "agent|checkpoint|cluster|data|hardware|model|recipe|trace"
+_COMMAND = re.compile(
+    rf"`[^`]+`|\bheadway (?:(?:{_GROUPS}) )?[a-z]+(?: [a-z]+(?= --))?"
+    r"(?: (?:--[\w-]+(?: [^\s,;(-][^\s,;]*)?|[a-z]*[^\sa-z,;(][^\s,;]*))*"
+)
+"""A command in a text, as far as it can be told from the words after it: options, their values, names and paths."""
 
 
 def columns(widest: int = 80) -> int:
@@ -47,9 +58,24 @@ def byte_size(number: float) -> str:
     return f"{number:.4g} TB"
 
 
-def plural(number: int, noun: str) -> str:
-    """Return `1 file` or `2 files`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def wrap_lines(text: str, label: str = "", indent: int = 2, width: int | None = None) -> list[str]:
+    """Wrap a text at the width of the terminal, after a label, with a hanging indent. A command in it is copied as a
+    whole, so it is not broken, even where it is longer than that."""
+    lines = textwrap.wrap(
+        _COMMAND.sub(lambda match: match[0].replace(" ", "\0"), text),
+        width or columns(),
+        initial_indent=label,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("\0", " ") for line in lines]
+
+
+def next_line(*commands: str) -> str:
+    """Return `next: A, B`; one line per command where that does not fit the terminal, since none may be broken."""
+    line = f"next: {', '.join(commands)}"
+    return line if len(line) <= columns() else "next: " + "\n      ".join(commands)
 
 
 def first_names(names: Sequence[str]) -> str:

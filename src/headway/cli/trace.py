@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from headway.cli.options import Json
-from headway.cli.text import print_json
+from headway.cli.text import plural, print_json
 from headway.cluster.simulate import import_sacct
 
 app = typer.Typer(help="Import job traces from other schedulers.", no_args_is_help=True, rich_markup_mode=None)
@@ -34,5 +34,5 @@ def import_(
         f"{imported.never_ran:,} that never ran",
         f"{imported.unfinished:,} unfinished",
     ]
-    print(f"{out}: {imported.jobs:,} jobs (skipped: {', '.join(skipped)})")
+    print(f"{out}: {plural(imported.jobs, 'job')} (skipped: {', '.join(skipped)})")
     print(f"next: headway simulate {out} --on CHIPxPERNODExNODES")

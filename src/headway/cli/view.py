@@ -105,7 +105,8 @@ class LiveStatus:
                 what = "uploaded" if event["tier"] == "store" else "saved"
                 self.notices.append(f"step {event['step']} was not {what}: {event['message']}")
             case "retry":
-                self.notices.append(f"cannot save the last state yet, retrying: {event['message']}")
+                limit = f" for at most {event['limit_s']:.0f} s" if "limit_s" in event else ""
+                self.notices.append(f"cannot save the last state yet, retrying{limit}: {event['message']}")
             case "skipped":
                 self.skipped += 1
                 if self.skipped == 1:

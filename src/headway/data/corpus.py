@@ -18,7 +18,7 @@ from headway.data.packed_reader import PackedReader
 from headway.data.packing import Packing, pack_dataset
 from headway.data.shards import Dataset, check_version, open_dataset, split_dataset
 from headway.data.steps import first_sample
-from headway.errors import DataError
+from headway.errors import DataError, plural
 from headway.recipe import Recipe
 from headway.recipe.data import Data
 from headway.recipe.train import Train
@@ -77,7 +77,7 @@ class Corpus:
         sentences = []
         for name, packing in zip(self.names, self.packings, strict=False):
             counts, seq = packing.counts, packing.seq
-            sentences.append(f"{name}: {packing.rows:,} rows of {seq:,} tokens, {packing.padding:.1%} padding")
+            sentences.append(f"{name}: {plural(packing.rows, 'row')} of {seq:,} tokens, {packing.padding:.1%} padding")
             for count, fate in (
                 (counts.dropped, f"longer than data.seq ({seq:,}) are left out"),
                 (counts.truncated, f"longer than data.seq ({seq:,}) lose their end"),
@@ -85,10 +85,10 @@ class Corpus:
                 (counts.untrained, "without a token to train on are left out"),
             ):
                 if count:
-                    sentences.append(f"{name}: {count:,} of {counts.samples:,} samples {fate}")
+                    sentences.append(f"{name}: {count:,} of {plural(counts.samples, 'sample')} {fate}")
         rows, batch = sum(split.training for split in self.splits), self.cursor_before(2)
         if self.recipe.train.epochs is not None and rows < batch:
-            sentences.append(f"an epoch has {rows:,} rows, fewer than a batch ({batch:,}): steps repeat rows")
+            sentences.append(f"an epoch has {plural(rows, 'row')}, fewer than a batch ({batch:,}): steps repeat rows")
         return sentences
 
     @property

@@ -16,7 +16,7 @@ from typing import IO, Literal, NamedTuple, get_args
 
 from headway.data.compressed import COMPRESSED_SUFFIXES, open_plain
 from headway.data.parquet import read_dicts, read_rows
-from headway.errors import DataError
+from headway.errors import DataError, plural
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
 Errors = Literal["strict", "replace", "skip"]
@@ -82,7 +82,7 @@ def find_sources(
     if not matches:
         raise DataError("no sources given", hint="name at least one file or glob")
     if not sources:
-        raise DataError(f"--exclude removes all of {len(matches)} files", hint="exclude less")
+        raise DataError(f"--exclude removes all of {plural(len(matches), 'file')}", hint="exclude less")
     return list(sources.values())
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import isqrt
 
-from headway.errors import UsageError
+from headway.errors import UsageError, plural
 from headway.hardware import Cluster
 from headway.plan.architecture import Architecture
 from headway.plan.pipeline import check_schedule
@@ -135,7 +135,7 @@ def _stages(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
         axes = f"pipeline {settings.mesh.pipeline}" + (f" x {settings.chunks} chunks" if settings.chunks > 1 else "")
         yield f"{stated} are {len(counts)} stages, but {axes} is {expected}", f"give {expected} numbers, or none"
     elif sum(counts) != arch.layers:
-        message = f"{stated} are {sum(counts)} layers, but the model has {arch.layers}"
+        message = f"{stated} are {plural(sum(counts), 'layer')}, but the model has {arch.layers}"
         yield message, f"they must sum to {arch.layers}"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 
+from headway.errors import plural
 from headway.plan.architecture import layer_kinds
 from headway.plan.communication import CommCost, communication_costs
 from headway.plan.costs import CostModel
@@ -126,7 +127,7 @@ def _operations(plan: Estimate, costs: CostModel, experts: bool, count: int) -> 
     time = layer(plan.architecture, experts, settings, costs)
     tokens = f"{shape.sequences} x {shape.seq:,} tokens" + (f" / context {shape.context}" if shape.context > 1 else "")
     together = time.forward + time.input_grad + time.weight_grad
-    note = f"{together * 1e3:.4g} ms per layer and microbatch, at the clock that power allows; {count} layers"
+    note = f"{together * 1e3:.4g} ms per layer and microbatch, at the clock that power allows; {plural(count, 'layer')}"
     return ExplainTable(f"one {kind}, {tokens}", COLUMNS, tuple(_rows(plan, costs, _layer_part(plan, experts))), note)
 
 
@@ -182,7 +183,9 @@ def _passes(plan: Estimate, costs: CostModel, experts: bool) -> ExplainTable:
     """One layer's forward and backward pass."""
     time = layer(plan.architecture, experts, plan.settings, costs)
     blocks = plan.settings.recompute_blocks
-    blocks_note = f", {blocks} layers per device" if blocks is not None and plan.settings.recompute != "none" else ""
+    blocks_note = (
+        f", {plural(blocks, 'layer')} per device" if blocks is not None and plan.settings.recompute != "none" else ""
+    )
     policy = f"{plan.settings.recompute}{blocks_note}"
     rows: list[tuple[Cell, ...]] = [
         ("forward", "kernels", time.forward),

@@ -23,7 +23,7 @@ from functools import lru_cache
 from itertools import chain
 from math import inf
 
-from headway.errors import UsageError
+from headway.errors import UsageError, plural
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -86,7 +86,7 @@ def check_schedule(schedule: str, ranks: int, chunks: int, microbatches: int, la
     _check_counts(schedule, ranks, chunks, microbatches)
     if layers < ranks * chunks:
         raise UsageError(
-            f"{layers} layers cannot fill {ranks * chunks} pipeline stages ({ranks} ranks x {chunks} chunks)",
+            f"{plural(layers, 'layer')} cannot fill {ranks * chunks} pipeline stages ({ranks} ranks x {chunks} chunks)",
             hint=f"ranks x chunks may be at most {layers}",
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from headway.errors import UsageError
+from headway.errors import UsageError, plural
 from headway.hardware import Cluster, default_cluster
 from headway.plan.plan import Plan
 
@@ -64,7 +64,7 @@ def resize_cluster(cluster: Cluster, nodes: int) -> Cluster:
             )
         below = tuple(level for level in cluster.levels[:-1] if level.devices < resized.devices)
         levels = (*below, replace(cluster.levels[-1], devices=resized.devices))
-    name = resized.name if cluster.name == default.name else f"{cluster.name} with {nodes} nodes"
+    name = resized.name if cluster.name == default.name else f"{cluster.name} with {plural(nodes, 'node')}"
     return replace(cluster, name=name, nodes=nodes, levels=levels)
 
 

@@ -23,7 +23,7 @@ from headway.state.huggingface import LazyWeight, Progress, TokenizerFile
 from headway.state.manifest import CHUNK_BYTES, CheckpointFacts, PieceEntry, TensorEntry, chunk_checksums, file_entry
 from headway.state.safetensors_file import SafetensorsLayout, bits_dtype, plan_file
 from headway.state.write_checkpoint import ShardEntry, abandon, begin_checkpoint, commit, shard_name
-from headway.track import START, Recorder, RunFolder, create_run, make_durable, record_path, write_json
+from headway.track import START, Recorder, RunFolder, create_run, free_name, make_durable, record_path, write_json
 from headway.track.access import umask_of
 
 NO_DATA = "no-data"
@@ -51,7 +51,9 @@ def import_run(
     """
     final = RunFolder(root.absolute() / name)
     if final.path.exists():
-        raise RunError(f"run {name} already exists", hint="choose another name with --name", usage=True)
+        raise RunError(
+            f"run {name} already exists", hint=f"choose another name, such as --name {free_name(final)}", usage=True
+        )
     try:
         with _staging_folder(root) as staging, contextlib.ExitStack() as private:
             run = create_run(staging, name, name)

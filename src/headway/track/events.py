@@ -11,7 +11,7 @@ Every other line is an event, with the nanoseconds since that moment as `t`:
 
     agent   attempt (workers, device, from_step), worker (rank, pid), exit (rank, code), end (outcome, reason)
             memory (bytes, buffers), kept (step, seconds), checkpoint and upload (step, digest, bytes, seconds),
-            skipped (step), unsaved (step, tier, message, hint), retry (message), rhythm (seconds, cost)
+            skipped (step), unsaved (step, tier, message, hint), retry (message, limit_s), rhythm (seconds, cost)
             hang (rank, step, phase, seconds, limit, line, stacks, ends), node (node, state), waiting, woken, adopted,
             straggler, each with a `text`; storage (text, works): the run's folder or disk failed, or works again;
             a failed end has its `failure`, and `recovery` if the run continues
@@ -43,7 +43,7 @@ from typing import Any, Self, TypeAlias, final
 
 from pydantic_core import from_json, to_json
 
-from headway.errors import RunError
+from headway.errors import RunError, plural
 
 FORMAT = 1
 """The format written; older formats are upgraded when read, newer ones refused."""
@@ -272,7 +272,9 @@ class Recorder:
             self._unwritten = UnwrittenLines(self._unwritten.offset + sent, data[sent:])
         if self._lost and not self._unwritten.lines:
             now, lost = self._clock() - self._zero, self._lost
-            text = f"{lost} events were lost: they could not be written for too long"
+            text = (
+                f"{plural(lost, 'event')} {'was' if lost == 1 else 'were'} lost: they could not be written for too long"
+            )
             self._lost = 0
             self._append((now, "lost", {"events": lost, "since": self._lost_since, "text": text}))
             self._write()

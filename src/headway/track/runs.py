@@ -174,11 +174,22 @@ def _taken_hint(run: RunFolder) -> str:
     """Return what to do about a name that is taken: only what the run's state allows."""
     state = summarize(run).state if run.events.is_dir() else None
     waiting = (run.path / "jobs.jsonl").exists()  # an engine will start it
+    free = f"choose another name, such as --name {free_name(run)}"
     if state in ("stopped", "failed") or (state == "interrupted" and not waiting):
-        return f"choose another name, or `{run.command('resume')}`"
+        return f"{free}, or `{run.command('resume')}`"
     if state == "running":
-        return f"choose another name, or `{run.command('stop')}` first"
-    return "choose another name"
+        return f"{free}, or `{run.command('stop')}` first"
+    return free
+
+
+def free_name(run: RunFolder) -> str:
+    """Return a name like this run's that no run has: demo-2, after demo."""
+    stem, _, number = run.name.rpartition("-")
+    if not (stem and number.isdecimal() and len(number) < 4):
+        stem, number = run.name, "1"
+    numbers = range(int(number) + 1, int(number) + 2 + len(list_runs(run.path.parent)))
+    names = (f"{stem[: 64 - 1 - len(str(number))]}-{number}" for number in numbers)
+    return next(name for name in names if not (run.path.parent / name).exists())
 
 
 def list_runs(root: Path) -> list[RunFolder]:

@@ -56,6 +56,17 @@ def test_spares_are_counted() -> None:
     )
 
 
+def test_printed_command_has_what_its_machine_needs() -> None:
+    """Without --workers a machine would offer one place; without --host rank 0 would listen on its main network."""
+    reporter = make_reporter()
+    reporter.attempt = reporter.attempt.model_copy(update={"workers": 6})
+    message = reporter.message(["a-1", "a-2"], 104.0, 220.0)
+    assert "--nodes 3 --workers 6 --rank 0 --host 10.0.0.1;" in (message or "")
+    gpus = make_reporter()
+    gpus.attempt = reporter.attempt.model_copy(update={"device": "cuda"})
+    assert "--nodes 3 --rank 2;" in (gpus.message(["a-0", "a-1"], 104.0, 220.0) or "")
+
+
 def test_machines_without_the_folder_get_the_store_address() -> None:
     reporter = make_reporter()
     reporter.url = "s3://bucket/r"

@@ -176,10 +176,11 @@ def test_last_state_is_retried_until_it_succeeds(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoints"
     folder.write_text("in the way")
     bench = Bench(folder, Rules(retry_s=CEILING_S))
-    troubles = []
+    troubles, limits = [], []
 
     def repair():
         troubles.append(eventually(lambda: bench.writer.trouble))
+        limits.append(bench.writer.gives_up_after_s)
         folder.unlink()
 
     thread = threading.Thread(target=repair)
@@ -187,6 +188,7 @@ def test_last_state_is_retried_until_it_succeeds(tmp_path, monkeypatch):
     disk, end = bench.save(bench.filled(9, last=True))
     thread.join()
     assert "step 9 could not be started" in troubles[0]
+    assert limits == [CEILING_S]
     assert (disk.error, end.over, bench.writer.trouble) == (None, True, None)
     assert_intact(folder / "step-00000009", 9)
 

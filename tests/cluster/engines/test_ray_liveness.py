@@ -127,9 +127,11 @@ class Desk:
     def settings(self, address: str) -> None:
         (self.folder / "engines.toml").write_text(f'[ray]\naddress = "{address}"\n')
 
-    def headway(self, *words: str) -> "subprocess.CompletedProcess[str]":
+    def headway(self, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         program = [sys.executable, "-c", "from headway.cli.main import main; main()", *words]
-        return subprocess.run(program, env=self.environment, cwd=self.folder, capture_output=True, text=True)
+        return subprocess.run(
+            program, env=self.environment | environment, cwd=self.folder, capture_output=True, text=True
+        )
 
     def jobs(self) -> dict[str, dict[str, object]]:
         done = self.headway("jobs", "--json")
@@ -164,6 +166,9 @@ def test_verbs_report_a_cluster_whose_raylet_died_and_requeue_replaces_a_local_o
     assert desk.headway("submit", "r.toml", "--engine", "ray", "--on", "cpux1", "--name", "a").returncode == 0
     assert desk.headway("submit", "r.toml", "--engine", "local", "--on", "cpux1", "--name", "b").returncode == 0
     eventually(lambda: {job["state"] for job in desk.jobs().values()} == {"finished"}, desk.jobs, poll_s=1)
+    long = ("submit", "r.toml", "--engine", "ray", "--on", "cpux1", "--name", "c", "--set", "train.steps=100000")
+    assert desk.headway(*long).returncode == 0
+    eventually(lambda: desk.jobs()["c"]["state"] == "running", desk.jobs, poll_s=1)
 
     dead, (raylet,) = desk.address, desk.processes("raylet")
     raylet.send_signal(signal.SIGSTOP)
@@ -175,28 +180,31 @@ def test_verbs_report_a_cluster_whose_raylet_died_and_requeue_replaces_a_local_o
     eventually(lambda: not raylet.is_running() or raylet.status() == psutil.STATUS_ZOMBIE)
 
     jobs = desk.jobs()
-    assert (jobs["a"]["state"], jobs["b"]["state"]) == ("unknown", "finished")
-    assert (jobs["a"]["unreachable"], jobs["b"]["unreachable"]) == (
+    assert {name: job["state"] for name, job in jobs.items()} == {"a": "finished", "b": "finished", "c": "unknown"}
+    assert jobs["a"]["reason"] == "all steps done (from its records)"
+    assert (jobs["c"]["unreachable"], jobs["b"]["unreachable"]) == (
         f"no Ray cluster answers at {dead}: its GCS answers, but no raylet on its head node does",
         None,
     )
     table = desk.headway("jobs").stdout
     assert "ray is unreachable: no Ray cluster answers at" in table
     assert max(map(len, table.splitlines())) <= 80
-    for words in (["cancel", "a"], ["requeue", "a"], ["submit", "r.toml", "--engine", "ray", "--on", "cpux1"]):
+    elsewhere = desk.headway("jobs", "--runs", "runs", HEADWAY_RUNS="others").stdout
+    assert "headway requeue RUN --runs runs" in elsewhere
+    for words in (["cancel", "c"], ["requeue", "c"], ["submit", "r.toml", "--engine", "ray", "--on", "cpux1"]):
         refused = desk.headway(*words)
         assert refused.returncode == 1, refused
         assert "no raylet on its head node does" in refused.stderr
         assert "hint:  ray start --head" in refused.stderr
-    assert sorted(path.name for path in (desk.folder / "runs").glob("[a-z]*")) == ["a", "b"], "nothing is left behind"
+    assert sorted(path.name for path in (desk.folder / "runs").glob("[a-z]*")) == ["a", "b", "c"], "none is left"
 
     desk.settings("local")
     assert "no Ray cluster runs on this machine" in str(desk.jobs()["a"]["unreachable"])
     assert desk.address == dead, "a query starts no cluster"
-    requeued = desk.headway("requeue", "a", "--json")
+    requeued = desk.headway("requeue", "c", "--json")
     assert requeued.returncode == 0, requeued.stderr
     assert desk.address != dead
-    eventually(lambda: desk.jobs()["a"]["state"] == "finished", desk.jobs, poll_s=1)
+    eventually(lambda: desk.jobs()["c"]["state"] == "running", desk.jobs, poll_s=1)
 
 
 @pytest.mark.slow

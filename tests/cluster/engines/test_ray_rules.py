@@ -53,6 +53,7 @@ def test_reason_states_request_and_capacity() -> None:
         "it asks for 1 machine with 4 GPUs, 2 cores each; the 3 machines have room for 0; "
         "the largest has 2 GPUs, 4 cores, 8 GiB"
     )
+    assert "; the 1 machine has room for 0; " in str(why_never_fits(make_request(machines=1, gpus=4), SMALL[:1]))
 
 
 @pytest.mark.parametrize("site", [{"strategy": "tight"}, {"partition": "gpu"}])

@@ -10,12 +10,33 @@ import xxhash
 
 from headway.cluster.scheduler.decide import decide
 from headway.cluster.scheduler.decision_log import policies_in, record_of, replay, state_at
+from headway.cluster.scheduler.decisions import Reason, ReasonCode
 from headway.cluster.scheduler.policies import POLICIES
 from headway.cluster.scheduler.wait_reasons import explain_wait
 from headway.cluster.simulate import JobTrace, SimulationSetup, simulate
 from headway.errors import UsageError
 
 SETUP = SimulationSetup("a100", 4, 4, node_days=0.5, repair_s=3600.0, spares=1, restart_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [
+        (Reason(ReasonCode.FIRST, (("gpus", 1),)), "1 GPU is free, and no higher-ranked job waits for them"),
+        (Reason(ReasonCode.FIRST, (("gpus", 11),)), "11 GPUs are free, and no higher-ranked job waits for them"),
+        (
+            Reason(ReasonCode.DISPLACES, (("count", 1), ("lost_gpu_s", 2.0))),
+            "starts by preempting 1 job, which loses 2 GPU-seconds of work",
+        ),
+        (Reason(ReasonCode.COMPACTED, (("count", 1),)), "starts on nodes that 1 job leaves for other free GPUs"),
+        (
+            Reason(ReasonCode.GROWS, (("before", 1), ("gpus", 2), ("adds", 0.1))),
+            "grows from 1 to 2 GPUs, which adds the work of 0.1 GPUs",
+        ),
+    ],
+)
+def test_reasons_count_in_the_singular_and_the_plural(reason: Reason, sentence: str) -> None:
+    assert reason.sentence == sentence
 
 
 def random_trace(seed: int, jobs: int = 120) -> JobTrace:
@@ -139,7 +160,7 @@ def test_running_job_is_explained_and_unknown_job_is_rejected(logs: Path) -> Non
     snapshot, policy, *_ = state_at(record_of(logs, "headway"), at)
     explanation = explain_wait(snapshot, at, policy, snapshot.jobs.names[int(snapshot.active[0])])
     assert explanation.state == "runs"
-    assert "GPUs since" in explanation.reason.sentence
+    assert "1 GPU since" in explanation.reason.sentence
     with pytest.raises(UsageError, match="no job 'nobody'"):
         explain_wait(snapshot, at, policy, "nobody")
 

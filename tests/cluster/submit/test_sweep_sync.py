@@ -280,7 +280,7 @@ def test_next_sweep_deletes_what_was_left_in_a_store(setup: SweepSetup, monkeypa
     setup.engine.trouble = "no room"
     with monkeypatch.context() as broken:
         broken.setattr(store_runs, "delete_run", unreachable)
-        with pytest.raises(StateError, match="no room; 2 runs are left in their stores: cannot connect") as raised:
+        with pytest.raises(StateError, match="no room; 2 runs left in their stores: cannot connect") as raised:
             start_sweep(setup.request(), setup.runs)
     assert raised.value.hint == "the next headway sweep deletes them"
     assert list_runs(setup.runs) == []

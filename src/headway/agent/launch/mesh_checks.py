@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from headway.agent.launch.auto_plan import settings_as_written
 from headway.agent.launch.trainer_support import outdated_torch
-from headway.errors import HeadwayError, RecipeError, RunError, UsageError
+from headway.errors import HeadwayError, RecipeError, RunError, UsageError, plural
 from headway.hardware import Devices, default_cluster, known_chip
 from headway.plan.checks import check, divisors
 from headway.plan.pipeline import check_schedule
@@ -163,7 +163,7 @@ def count_workers(recipe: Recipe, requested: int | None, default: int) -> int:
         if count % others:
             multiples = [str(n) for n in (count - count % others, count - count % others + others) if n]
             raise RecipeError(
-                f"[parallel] has {sizes}: {others} workers, which does not divide {count}",
+                f"[parallel] has {sizes}: {plural(others, 'worker')}, which does not divide {count}",
                 hint=f"--workers {' or '.join(multiples)}",
             )
         return count
@@ -172,7 +172,9 @@ def count_workers(recipe: Recipe, requested: int | None, default: int) -> int:
         hint = f"--workers {stated}"
         if requested is not None and requested % others == 0:
             hint += f", or --set parallel.shard={requested // others}"
-        raise RecipeError(f"[parallel] has {sizes}: {stated} workers, but {requested} were requested", hint=hint)
+        raise RecipeError(
+            f"[parallel] has {sizes}: {plural(stated, 'worker')}, but {requested} were requested", hint=hint
+        )
     return stated
 
 
@@ -185,12 +187,14 @@ def check_workers(recipe: Recipe, workers: int, devices: Devices, resumed: bool 
         raise RunError(f"{workers} workers cannot train", hint="--workers takes 1 or more", usage=True)
     if devices.kind == "cuda" and workers > devices.count:
         raise RunError(
-            f"{workers} workers, but there are {devices.count} GPUs ({devices.name})",
+            f"{plural(workers, 'worker')}, but only {plural(devices.count, 'GPU')} ({devices.name})",
             hint=" or ".join([*_fitting_workers(recipe, workers, devices)[:1], "--set train.device=cpu"]),
             usage=True,
         )
     mesh = stated_mesh(recipe.parallel, workers)
-    ranks = f"{workers} workers" if mesh.data == workers else f"{mesh.data} data ranks of {workers} workers"
+    ranks = (
+        plural(workers, "worker") if mesh.data == workers else f"{plural(mesh.data, 'data rank')} of {workers} workers"
+    )
     for batch in recipe.train.batches:
         if batch % mesh.data:
             below = batch - batch % mesh.data

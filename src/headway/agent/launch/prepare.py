@@ -17,7 +17,16 @@ from headway.agent.launch.auto_plan import PlannedRecipe, plan_run, replan_run, 
 from headway.agent.launch.mesh_checks import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.saving.restore_points import is_taken, newest_in_store, newest_on_disk
 from headway.data.corpus import open_corpus
-from headway.errors import HeadwayError, ModelError, RecipeError, RunError, StateError, UsageError, WrongDataVersion
+from headway.errors import (
+    HeadwayError,
+    ModelError,
+    RecipeError,
+    RunError,
+    StateError,
+    UsageError,
+    WrongDataVersion,
+    plural,
+)
 from headway.evals.session import EvalOptions, open_tasks
 from headway.evals.task import shipped_tasks
 from headway.hardware import Devices, devices
@@ -177,7 +186,7 @@ def resume_run(
     step = manifest.step if manifest else 0
     if step >= new.train.steps:
         raise RunError(
-            f"run {run.name} has finished all of its {step} steps",
+            f"run {run.name} has finished {'its only step' if step == 1 else f'all of its {step:,} steps'}",
             hint=f"{run.command('resume', f'--set train.steps={2 * step}')} continues it",
             usage=True,
         )
@@ -230,7 +239,7 @@ def nodes_before(run: RunFolder) -> int | None:
 def _check_nodes(nodes: int, workers: int) -> None:
     """Check that each node has a worker."""
     if workers < nodes:
-        workers_text = f"{workers} worker{'s' * (workers > 1)}"
+        workers_text = f"{plural(workers, 'worker')}"
         raise UsageError(f"--nodes {nodes}, but only {workers_text}", hint=f"--workers {nodes} or more")
 
 
@@ -253,7 +262,7 @@ def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
 def idle_settings(recipe: Recipe, available: Devices, workers: int) -> list[str]:
     """Return notes on settings of a recipe that have no effect on these devices."""
     if recipe.train.cuda_graphs and (available.kind != "cuda" or workers > 1):
-        setup = "on CPUs" if available.kind != "cuda" else f"with {workers} workers"
+        setup = "on CPUs" if available.kind != "cuda" else f"with {plural(workers, 'worker')}"
         return [f"train.cuda_graphs has no effect {setup}: it needs one worker on a GPU"]
     return []
 

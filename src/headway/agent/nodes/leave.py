@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from headway.agent.nodes.members import Member
 from headway.agent.supervise.recover import NodeCapacity
+from headway.errors import plural
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def effect_of_leaving(capacity: NodeCapacity, node: str, has_workers: bool) -> L
         return LeaveEffect(
             True,
             before,
-            f"node {node} cannot leave: the run needs room for {least} workers, the other nodes have {room}",
+            f"node {node} cannot leave: the run needs room for {plural(least, 'worker')}, the other nodes have {room}",
         )
     if workers >= before:
         return LeaveEffect(False, before, f"its workers move to other nodes, {before} as before")

@@ -51,8 +51,12 @@ class WaitReporter:
             return f"waiting for {self._names(missing)} {waited}; see the logs in {self.attempt.folder.logs}"
         attempt, many = self.attempt, len(missing) > 1
         spares = f" --spares {attempt.spares}" if attempt.spares else ""
-        rank = "I on each machine" if many else str(missing[0])
-        words = f"agent --run {self.url or attempt.run.name} --nodes {attempt.nodes}{spares} --rank {rank}"
+        # Machines without GPUs get their share of all workers; only rank 0 listens at an address that it is given.
+        workers = (
+            f" --workers {attempt.workers}" if attempt.device == "cpu" and attempt.workers != attempt.nodes else ""
+        )
+        rank = "I on each machine" if many else str(missing[0]) + (f" --host {attempt.host}" * (missing[0] == 0))
+        words = f"agent --run {self.url or attempt.run.name} --nodes {attempt.nodes}{spares}{workers} --rank {rank}"
         join = "" if self.url else f"; on machines without this folder, --join {self.host}:{self.port}"
         return (
             f"waiting for {self._names(missing)} of {attempt.nodes + attempt.spares} {waited}: "

@@ -176,7 +176,7 @@ class SaveCoordinator:
             self.poll()
             if self._writer.trouble not in (None, trouble):
                 trouble = self._writer.trouble
-                self._recorder.event("retry", message=trouble)
+                self._recorder.event("retry", message=trouble, limit_s=self._writer.gives_up_after_s)
         self._next_restore = 0.0
         self.poll()
 

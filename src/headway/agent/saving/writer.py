@@ -113,6 +113,8 @@ class CheckpointWriter:
         self._verified_inodes = set[int]()
         self.trouble: str | None = None
         """Why the last state is not written yet, while it is retried."""
+        self.gives_up_after_s = 0.0
+        """How long it is retried."""
         for name, work in (("writer", self._write_all), ("uploader", self._upload_all)):
             threading.Thread(target=work, name=name, daemon=True).start()
 
@@ -211,7 +213,7 @@ class CheckpointWriter:
             limit_s = self._rules.outage_s if isinstance(error, FolderGone) else self._rules.retry_s
             if error is None or not snapshot.last or seconds > limit_s:
                 break
-            self.trouble = error.message
+            self.trouble, self.gives_up_after_s = error.message, limit_s
             time.sleep(min(RETRY_AFTER_S, max(0.05, limit_s - seconds)))
         self.trouble = None
         if written is None:

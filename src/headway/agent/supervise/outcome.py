@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from headway.agent.supervise.worker_monitor import LostWorker
 from headway.agent.workers.workers import WorkerExit
 from headway.agent.workers.zygote import log_tail
-from headway.errors import USAGE_TYPES, StateError
+from headway.errors import USAGE_TYPES, StateError, plural
 from headway.track import RunFolder, read_record, record_path
 
 COMMON_ERRORS = ("BadNumbers", "Corrupted")
@@ -134,7 +134,7 @@ def explain_exit(evidence: ExitEvidence) -> AttemptOutcome:
         name, how = end.lost_nodes[0]
         return AttemptOutcome("failed", f"node {name} was lost: {how}", resume)
     if end.room:
-        return AttemptOutcome("failed", f"there is room for {end.room} workers again", resume)
+        return AttemptOutcome("failed", f"there is room for {plural(end.room, 'worker')} again", resume)
     if end.hang is not None:
         return AttemptOutcome("failed", end.hang.text, f"the stacks of all workers are in {run.stacks}")
     rank, code = first.rank, first.code

@@ -77,7 +77,7 @@ _KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
 
 def open_engine(name: str, runs: Path) -> Engine:
     """Open an engine by name, for the runs in a folder."""
-    settings, runs = engine_settings(name), runs.absolute()
+    settings, given, runs = engine_settings(name), runs, runs.absolute()
     match name:  # imported late: each engine costs a start of its own
         case "local":
             from headway.cluster.engines.local.engine import LocalEngine
@@ -90,7 +90,7 @@ def open_engine(name: str, runs: Path) -> Engine:
         case "ray":
             from headway.cluster.engines.ray.engine import RayEngine
 
-            return RayEngine(settings.site.get("address"))
+            return RayEngine(settings.site.get("address"), runs=given)
         case _:
             from headway.cluster.engines.kubernetes.engine import KubernetesEngine
 

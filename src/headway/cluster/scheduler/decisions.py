@@ -1,5 +1,6 @@
 """Decisions of the scheduler, each with a reason: a code and its numbers, formatted as a sentence on demand."""
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Self
@@ -61,7 +62,16 @@ class Reason:
     @property
     def sentence(self) -> str:
         """The reason for people."""
-        return self.code.sentence.format(**dict(self.numbers))
+        return _ONE.sub(_singular, self.code.sentence.format(**dict(self.numbers)))
+
+
+_ONE = re.compile(r"(?<![\d.,])1 (GPU|job|node)s\b(?:(,? which|)( are| leave| lose))?")
+_VERBS = {" are": " is", " leave": " leaves", " lose": " loses"}
+
+
+def _singular(match: re.Match[str]) -> str:
+    """Return `1 GPU is` for `1 GPUs are`."""
+    return f"1 {match[1]}{match[2] or ''}{_VERBS.get(match[3], '')}"
 
 
 @dataclass(frozen=True, slots=True)

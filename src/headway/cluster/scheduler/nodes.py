@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from headway.cluster.scheduler.columns import Columns, column
 from headway.cluster.scheduler.placement import FreeGpus
-from headway.errors import UsageError
+from headway.errors import UsageError, plural
 
 HEALTHY, DRAINING, QUARANTINED, SPARE = range(4)
 STATES = ("healthy", "draining", "quarantined", "spare")
@@ -88,7 +88,7 @@ class NodeTable(Columns):
     ) -> None:
         """Raise UsageError for a pool that cannot be added."""
         if size < 1 or size != int(size):
-            raise UsageError(f"a node of {chip} has {size} GPUs", hint="a whole number, at least 1")
+            raise UsageError(f"a node of {chip} has {plural(size, 'GPU')}", hint="a whole number, at least 1")
         seen = set(self.rows)
         for name in names:
             if name in seen:
@@ -96,7 +96,9 @@ class NodeTable(Columns):
             seen.add(name)
         for level, of_nodes in (domains or {}).items():
             if len(of_nodes) != len(names):
-                raise UsageError(f"level {level} has {len(of_nodes)} domains for {len(names)} nodes of {chip}")
+                raise UsageError(
+                    f"level {level} has {len(of_nodes)} domains for {plural(len(names), 'node')} of {chip}"
+                )
         if self.pools and domains and tuple(domains) != self.levels:
             expected = ", ".join(self.levels)
             raise UsageError(f"nodes of {chip} have network levels {', '.join(domains)}", hint=f"expected {expected}")

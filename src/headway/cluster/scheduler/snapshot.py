@@ -18,7 +18,7 @@ from headway.cluster.scheduler.jobs import INTERACTIVE_MIN_RUN_S, KINDS, Job, Jo
 from headway.cluster.scheduler.nodes import HEALTHY, QUARANTINED, SPARE, STATES, NodeTable
 from headway.cluster.scheduler.placement import ANYWHERE, Placement
 from headway.cluster.scheduler.tenants import NO_TENANT, TenantTable
-from headway.errors import UsageError
+from headway.errors import UsageError, plural
 
 _AS_REQUESTED = tuple(key for key in Job.__dataclass_fields__ if key not in ("name", "tenant", "sizes"))
 """Columns of a job's row that hold its request."""
@@ -107,7 +107,7 @@ class ClusterSnapshot:
     def check_job(self, job: Job) -> None:
         """Raise UsageError for a job that can never run here; the hint names the nearest that could."""
         if not math.isfinite(job.gpus) or job.gpus != int(job.gpus) or job.gpus < 1:
-            raise UsageError(f"job {job.name} requests {job.gpus} GPUs", hint="a whole number, at least 1")
+            raise UsageError(f"job {job.name} requests {plural(job.gpus, 'GPU')}", hint="a whole number, at least 1")
         if job.tenant not in self.tenants.rows:
             known = ", ".join(self.tenants.names) or "none"
             raise UsageError(f"job {job.name}: unknown tenant '{job.tenant}'", hint=f"known tenants: {known}")
@@ -135,7 +135,8 @@ class ClusterSnapshot:
             where = f" within one {job.within}" if job.within else ""
             limit = f"the largest gang is {largest}" if largest <= allowed else f"{job.tenant} may use {allowed}"
             raise OversizedJobError(
-                f"job {job.name} requests {job.gpus} GPUs{where}; {limit}", hint=f"at most {min(largest, allowed)}"
+                f"job {job.name} requests {plural(job.gpus, 'GPU')}{where}; {limit}",
+                hint=f"at most {min(largest, allowed)}",
             )
 
     def allowance(self, tenant: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.scheduler.columns import Columns, column
-from headway.errors import UsageError
+from headway.errors import UsageError, plural
 
 NO_TENANT = -1
 """Parent of a top-level tenant."""
@@ -96,7 +96,8 @@ class TenantTable(Columns):
                 owner = "the cluster" if above == NO_TENANT else self.names[above]
                 each = ", ".join(f"{self.names[row]} {self.guarantee[row]}" for row in children)
                 raise UsageError(
-                    f"guarantees add up to {promised} GPUs ({each}); {owner} has {most}", hint="lower the guarantees"
+                    f"guarantees add up to {plural(promised, 'GPU')} ({each}); {owner} has {most}",
+                    hint="lower the guarantees",
                 )
 
     def path(self, row: int) -> NDArray[np.int32]:

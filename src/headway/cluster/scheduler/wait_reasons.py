@@ -15,7 +15,7 @@ from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.scheduler.start_estimate import StartEstimate, estimate_start
 from headway.cluster.scheduler.starvation_guard import reserve_for_gang
 from headway.cluster.scheduler.what_if import WhatIf
-from headway.errors import UsageError
+from headway.errors import UsageError, plural
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _alternatives(snapshot: ClusterSnapshot, now: float, policy: Policy, row: in
     gpus = int(jobs.gpus[row])
     most = _most(gpus, lambda count: _would_start(snapshot, now, policy, row, gpus=count))
     if most:
-        alternatives.append(Alternative("gpus", most, f"requesting {most} GPUs instead of {gpus}"))
+        alternatives.append(Alternative("gpus", most, f"requesting {plural(most, 'GPU')} instead of {gpus}"))
     return alternatives
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.simulate.job_trace import check_columns, read_number, read_text
-from headway.errors import UsageError
+from headway.errors import UsageError, plural
 
 AWAY = ("node", "from_s", "to_s")
 
@@ -74,7 +74,7 @@ class Site:
         """Add the nodes to an empty snapshot."""
         if self.hosts and len(self.hosts) != nodes:
             raise UsageError(
-                f"the topology has {len(self.hosts)} hosts, but the cluster has {nodes} nodes",
+                f"the topology has {plural(len(self.hosts), 'host')}, but the cluster has {plural(nodes, 'node')}",
                 hint=f"--on {chip}x{per_node}x{len(self.hosts)}",
             )
         names = self.hosts or [f"node-{number:04}" for number in range(nodes)]

@@ -252,8 +252,13 @@ def _status_from_records(run: RunFolder, submission: Submission, status: JobStat
     if status.state == "failed" and status.exit_status == 1 and (summary := summarize(run)).state == "failed":
         newest = max((path.stat().st_mtime for path in run.events.glob("*-agent.jsonl")), default=0.0)
         return replace(status, reason=f"{status.reason}: {summary.reason}") if newest > submission.time else status
-    if status.state != "unknown" or submission.request.shared:
+    if status.state != "unknown":
         return status
+    if submission.request.shared:
+        summary = summarize(run)
+        if summary.state != "finished":  # a run that saved or failed may wait for its next start
+            return status
+        return replace(status, state="finished", exit_status=0, reason=f"{summary.reason} (from its records)")
     from headway.agent.remote.store_mirror import fetch_run
 
     try:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
 from headway.agent.saving.restore_points import need_store
-from headway.errors import HeadwayError, RunError, StateError, UsageError
+from headway.errors import HeadwayError, RunError, StateError, UsageError, plural
 from headway.recipe import Recipe
 from headway.track import RunFolder, read_recipe, run_id
 
@@ -116,7 +116,7 @@ def delete_runs(stored: Mapping[str, str]) -> None:
     deleted, failed = for_each(lambda url: delete_run(url, stored[url]), stored, lambda *_: None)
     if len(deleted) < len(stored):
         reason = next((error.message for error in failed.values()), "the store does not answer")
-        raise StateError(f"{len(stored) - len(deleted)} runs are left in their stores: {reason}")
+        raise StateError(f"{plural(len(stored) - len(deleted), 'run')} left in their stores: {reason}")
 
 
 # -- sweeps

@@ -16,6 +16,7 @@ from headway.cluster.engines.engine import OVER
 from headway.cluster.submit.runs import SubmittedRun
 from headway.cluster.submit.store_runs import Progress, for_each
 from headway.cluster.submit.sweeps import Sweep, exclusive_lock, folder_of_sweep
+from headway.errors import plural
 from headway.track import lock_holder, summarize, write_json
 
 EVERY_S = 15.0
@@ -56,7 +57,7 @@ class SweepSync:
         except OSError as error:
             return f"cannot write {self._folder}: {error.strerror}"
         reason, left = next((error.message for error in failed.values()), ""), len(due) - len(fetched)
-        return f"could not fetch {left} of {len(due)} runs from their stores: {reason}" if left else ""
+        return f"could not fetch {left} of {plural(len(due), 'run')} from their stores: {reason}" if left else ""
 
     def _due(self, runs: Mapping[str, SubmittedRun | None]) -> list[str]:
         """Runs that may have new records; those that this machine trains have them here."""

@@ -365,7 +365,9 @@ def _check_names(wanted: SweepRequest, root: Path) -> None:
         )
     for name in (wanted.name, *(point.run for point in wanted.points)):
         if (root / name).exists():
-            raise RunError(f"run {name} already exists", hint="choose another --name for the sweep", usage=True)
+            raise RunError(
+                f"run {name} already exists", hint="choose another name for the sweep with --name", usage=True
+            )
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from headway.cluster.engines.ray.rules import bundle, machines_from_nodes, place
 from headway.cluster.engines.scripts import inherited_environment, list_logs
 from headway.cluster.engines.submissions import request_to_json
 from headway.errors import EngineError, EngineUnreachable, UsageError
+from headway.track import command, runs_root
 
 NAMESPACE = "headway"
 ANSWER_S = 60.0
@@ -57,12 +58,14 @@ class RayEngine(Engine):
 
     name: ClassVar[str] = "ray"
 
-    def __init__(self, address: str | None = None, *, probe_s: float = PROBE_S) -> None:
+    def __init__(self, address: str | None = None, *, runs: Path | None = None, probe_s: float = PROBE_S) -> None:
         """`address` is HOST:PORT of the cluster, or `local`: the one on this machine, started if necessary.
 
-        The default is RAY_ADDRESS. `probe_s` is how long the cluster may take to show that it is alive.
+        The default is RAY_ADDRESS. `runs` is the folder that hints name; `probe_s` is how long the cluster may take to
+        show that it is alive.
         """
         self.address, self.probe_s = address or os.environ.get("RAY_ADDRESS", ""), probe_s
+        self._runs = runs_root(runs)
         self._controller: Any = None
         self._inventory: list[Machine] = []
         self._inventory_time = -INVENTORY_S
@@ -194,7 +197,7 @@ class RayEngine(Engine):
             if address is None:
                 raise EngineUnreachable(
                     "no Ray cluster runs on this machine: it ended, and its jobs with it",
-                    hint="headway requeue RUN starts a new one",
+                    hint=f"{command(self._runs, 'requeue RUN')} starts a new one",
                 )
             logging.getLogger("ray").setLevel(logging.CRITICAL)  # job states tell of lost nodes
             with ray_errors(ray):
@@ -217,7 +220,8 @@ class RayEngine(Engine):
             within = f" within {self.probe_s:g} s" if liveness.state == "hung" else ""
             raise EngineUnreachable(
                 f"no Ray cluster answers at {address}{within}: {liveness.reason}",
-                hint="ray start --head starts one and prints its address; headway requeue RUN then restarts a run",
+                hint=f"ray start --head starts one and prints its address; {command(self._runs, 'requeue RUN')} then "
+                "restarts a run",
             )
         return address
 

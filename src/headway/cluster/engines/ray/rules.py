@@ -16,7 +16,7 @@ from headway.cluster.engines.engine import (
     exit_reason,
     state_after_exit,
 )
-from headway.errors import UsageError
+from headway.errors import UsageError, plural
 
 STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 """Ray's placement strategies: one process per machine, the same if possible, few machines if possible, one machine."""
@@ -102,7 +102,8 @@ def why_never_fits(request: LaunchRequest, machines: Sequence[Machine]) -> str |
     without = f" (without {', '.join(request.avoid)})" if request.avoid else ""
     gpus, cpus, memory = max(((m.gpus, m.cpus, m.memory_bytes) for m in usable), default=(0, 0, 0))
     return (
-        f"it asks for {asked} each{where}; the {len(usable)} machines{without} have room for {capacity}; "
+        f"it asks for {asked} each{where}; the {plural(len(usable), 'machine')}{without} "
+        f"{'has' if len(usable) == 1 else 'have'} room for {capacity}; "
         f"the largest has {_resources(gpus, cpus, memory)}"
     )
 

@@ -17,7 +17,7 @@ from headway.cluster.engines.engine import (
     exit_reason,
     state_after_exit,
 )
-from headway.errors import EngineError, UsageError
+from headway.errors import EngineError, UsageError, plural
 
 QUEUE = "%i|%T|%r|%S"
 """squeue: job, state, reason for waiting, (expected) start time."""
@@ -241,7 +241,7 @@ def check_room(request: LaunchRequest, machines: Sequence[Machine], partitions: 
         if amount
     )
     raise UsageError(
-        f"job {request.name} asks for {request.machines} machines with {asked} each; partition "
+        f"job {request.name} asks for {plural(request.machines, 'machine')} with {asked} each; partition "
         f"{' or '.join(sorted(names))} has {len(candidates)}, of which {len(fitting)} fit (the most: {most})",
         hint="ask for less; headway nodes --engine slurm shows what there is",
     )
