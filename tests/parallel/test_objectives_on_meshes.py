@@ -1,5 +1,6 @@
-"""A preference objective on meshes of two workers: sums, gradients and documents' scores of plain PyTorch."""
+"""Objectives on meshes of two workers: sums, gradients and scores of plain PyTorch."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,12 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from headway.models import empty_decoder, init_weights, initial_weight
 from headway.parallel import finish_gradients, make_mesh, parallelize_model
-from headway.parallel.objective import DeviceBatch, SumScale
-from headway.recipe import Recipe
+from headway.parallel.objective import DeviceBatch, SumScale, TeacherTargets
+from headway.recipe import Model, Recipe
 from headway.recipe.load import parse_recipe
-from headway.recipe.objective import Dpo
+from headway.recipe.objective import Distill, Dpo
 from headway.state.tensors import fill
 from headway.train.objectives import make_objective
+from headway.train.objectives.teacher import Teacher
 from processes import run_ranks
 
 VOCABULARY, ROWS, SEQ, WIDTH = 61, 4, 16, 4
@@ -99,8 +101,73 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     return results
 
 
+DISTILL = Distill(kind="distill", teacher="t", top_k=5, temperature=1.7, divergence="reverse", next_token=0.25)
+LABELS = int((rows().labels != -100).sum())
+
+
+def teacher_model(recipe: Recipe) -> Model:
+    """Another shape than the student's, with a vocabulary that has fewer rows."""
+    return recipe.model.model_copy(update={"layers": 3, "kv_heads": 4, "vocab_size": VOCABULARY - 2, "init_std": 0.3})
+
+
+def plain_distillation(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The loss and gradients from the definition, with all logits, in float64."""
+    student, teacher = (empty_decoder(model).double() for model in (recipe.model, teacher_model(recipe)))
+    for decoder in (student, teacher):
+        init_weights(decoder, seed=0)
+    batch, warmth = rows(), DISTILL.temperature
+    with torch.no_grad():
+        p = (teacher(batch.inputs, documents=batch.documents) / warmth).softmax(-1)
+    logits = student(batch.inputs, documents=batch.documents)
+    q, total = (logits / warmth).softmax(-1), 0.0
+    for row, place in (batch.labels != -100).nonzero().tolist():
+        best = p[row, place].topk(DISTILL.top_k)
+        of_teacher = [*best.values, 1 - best.values.sum()]
+        of_student = [*q[row, place][best.indices], 1 - q[row, place][best.indices].sum()]
+        kl = sum(b * (b.log() - a.log()) for a, b in zip(of_teacher, of_student, strict=True))
+        nll = -logits[row, place].log_softmax(-1)[batch.labels[row, place]]
+        total = total + 0.75 * warmth**2 * kl + 0.25 * nll
+    loss = total / LABELS
+    loss.backward()
+    return {name: parameter.grad.float() for name, parameter in student.named_parameters()} | {
+        "loss": loss.detach().float()
+    }
+
+
+def distillation(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """A step with a live teacher on the same mesh."""
+    world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
+    targets = TeacherTargets(DISTILL.top_k, DISTILL.temperature)
+    objective = make_objective(DISTILL)
+    spreads = []
+    for model, measured in ((recipe.model, objective), (teacher_model(recipe), targets)):
+        own = recipe.model_copy(update={"model": model})
+        spread = parallelize_model(empty_decoder(model, "meta"), own, world, objective=measured)
+        for name, parameter in spread.model.named_parameters():
+            fill(name, parameter, initial_weight(model, name, tuple(parameter.shape), 0))
+        spreads.append(spread)
+    student = replace(spreads[0], teach=Teacher(spreads[1], targets).teach)
+    each = ROWS // world.data.size
+    batch = rows().rows(each * world.data.rank, each * (world.data.rank + 1))
+    batch = replace(batch, columns={})
+    values = student.passes(batch, SumScale((1 / LABELS,) * len(objective.names), 1.0))
+    parameters = dict(student.model.named_parameters())
+    finish_gradients(parameters, student.missing)
+    results = {}
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        results[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+    if world.axis("tensor").rank:
+        values = torch.zeros_like(values)
+    return results | {"loss": world.sum(values)[0]}
+
+
 def stories(rank: int, workers: int, recipes: dict[str, Recipe]) -> dict[str, torch.Tensor]:
-    return {f"{name}|{key}": value for name, of in recipes.items() for key, value in story(rank, workers, of).items()}
+    results = {}
+    for name, recipe in recipes.items():
+        results |= {f"{name}|{key}": value for key, value in story(rank, workers, recipe).items()}
+        results |= {f"distill {name}|{key}": value for key, value in distillation(rank, workers, recipe).items()}
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -126,4 +193,19 @@ def test_sums_gradients_and_scores_equal_plain_pytorch(mesh: str, ranks) -> None
             torch.testing.assert_close(
                 value, expected, rtol=2e-4, atol=2e-6, msg=lambda text, key=key: f"{key}: {text}"
             )
+    assert seen == truth.keys()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_teacher_on_the_mesh_gives_the_loss_and_gradients_of_the_definition(mesh: str, ranks) -> None:
+    truth = plain_distillation(make_recipe(MESHES[mesh]))
+    seen = set()
+    for results in ranks:
+        for key, value in results.items():
+            name = key.removeprefix(f"distill {mesh}|")
+            if name != key:
+                seen.add(name)
+                torch.testing.assert_close(
+                    value, truth[name], rtol=5e-4, atol=5e-6, msg=lambda text, key=key: f"{key}: {text}"
+                )
     assert seen == truth.keys()

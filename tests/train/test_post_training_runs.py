@@ -29,7 +29,7 @@ def rows_of(kind: str) -> list[dict[str, Any]]:
     for index in range(60):
         right, wrong = WORDS[index % 6], WORDS[index % 6].upper()
         match kind:
-            case "sft":
+            case "sft" | "distill":
                 rows.append({"messages": [question(index), answer(right)], "weight": 1 + index % 2})
             case "kto":
                 text = right if index % 2 else wrong
@@ -122,3 +122,26 @@ def test_reference_is_computed_once_and_survives_the_initial_weights(lab, make_r
     assert file.exists()
     longer = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 16})})
     assert resumed.chain == lab.train(longer).chain
+
+
+@pytest.mark.slow
+def test_distillation_lowers_the_divergence_and_survives_a_kill(lab, make_recipe, base, tmp_path) -> None:
+    """Of a live teacher, and of one whose tokens were stored: up to rounding, both are the same run."""
+    teacher, model = tmp_path / "teacher", Model(layers=1, dim=32, heads=2, vocab_size=byte_tokenizer().vocab_size)
+    decoder = empty_decoder(model)
+    init_weights(decoder, seed=8)
+    write_folder(teacher, model, {name: weight * 4 for name, weight in decoder.state_dict().items()})
+    write_model_folder(teacher, byte_tokenizer(), CHATML)
+    losses = {}
+    for mode in ("live", "cached"):
+        recipe = make_recipe("distill", teacher=str(teacher), mode=mode, top_k=16, next_token=0.1)
+        alone = lab.train(recipe, workers=2)
+        assert alone.outcome.state == "finished", alone.outcome
+        killed = lab.train(recipe, workers=2, faults=FaultPlan().kill(step=7, rank=1, point="compute"))
+        assert killed.outcome.state == "finished", killed.outcome
+        assert compare_runs(killed.run, alone.run).equal
+        steps = alone.events("step")
+        assert steps[-1]["kl"] < 0.8 * steps[0]["kl"]
+        assert alone.events("eval")[-1]["kl"] < alone.events("eval")[0]["kl"]
+        losses[mode] = [step["loss"] for step in steps]
+    assert losses["live"] == pytest.approx(losses["cached"], rel=1e-4)

@@ -60,7 +60,8 @@ class LiveStatus:
     trouble: str | None = None
     """What is wrong with the run's folder, from which the rest of this is read."""
     scored: tuple[int, int] | None = None
-    """Rows that the reference model has scored before the first step, and all of them."""
+    """Rows that the reference model or the teacher has scored before the first step, and all of them."""
+    scored_what: str = "reference log-probabilities"
     _step_in_trouble: int = 0
     _open: dict[str, int] = field(default_factory=dict)
     _losses: LossMonitor = field(default_factory=LossMonitor)
@@ -90,6 +91,8 @@ class LiveStatus:
                     self.notices.append(divergence.text)
             case "reference":
                 self.scored = event["done"], event["total"]
+                if event.get("of") == "teacher":
+                    self.scored_what = "the teacher's likeliest tokens"
             case "eval":
                 self.eval_loss, self.eval_step = event["loss"], event["step"]
             case "attempt":
@@ -174,6 +177,7 @@ class LiveStatus:
         for key, form in (
             ("loss", "loss {:.4f}"),
             ("accuracy", "accuracy {:.0%}"),
+            ("kl", "KL {:.4f}"),
             ("margin", "margin {:.2f}"),
             ("grad_norm", "norm {:.2f}"),
             ("lr", "lr {:.2e}"),
@@ -256,7 +260,7 @@ class PlainLines:
         status = self._status
         if status.step == self._printed_step:
             if status.step == 0 and status.scored is not None:
-                tell(f"reference log-probabilities, computed once: {status.scored[0]} of {status.scored[1]} rows")
+                tell(f"{status.scored_what}, computed once: {status.scored[0]} of {status.scored[1]} rows")
             return
         self._printed_step = status.step
         left = status.seconds_left
@@ -285,7 +289,7 @@ class LivePanel:
         lines: list[Any] = [Text(self._title, style="bold")]
         if status.step == 0 and status.scored is not None:
             done, total = status.scored
-            row, title = Table.grid(padding=(0, 1)), "reference log-probabilities, computed once"
+            row, title = Table.grid(padding=(0, 1)), f"{status.scored_what}, computed once"
             row.add_row(title, ProgressBar(total=total, completed=done, width=min(20, self._width - len(title) - 8)))
             lines.append(row)
         elif status.step == 0:

@@ -115,6 +115,19 @@ class Decoder(nn.Module):
         scores_BL: Tensor = self.loss.logprobs(self.hidden(tokens_BL, documents), self.output_weight, labels_BL)
         return scores_BL
 
+    def logprobs_among(
+        self, tokens_BL: Tensor, labels_BL: Tensor, ids_BLK: Tensor, temperature: float, documents: Tensor | None = None
+    ) -> Tensor:
+        """Return the log-probabilities of labels, of ids, and of all other tokens together: see `models/top_k.py`."""
+        x_BLD = self.hidden(tokens_BL, documents)
+        return self.loss.logprobs_among(x_BLD, self.output_weight, labels_BL, ids_BLK, temperature)
+
+    def top_k(
+        self, tokens_BL: Tensor, count: int, temperature: float, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the likeliest next tokens and log-probabilities of each position: see `models/top_k.py`."""
+        return self.loss.top_k(self.hidden(tokens_BL, documents), self.output_weight, count, temperature)
+
     def hidden(self, tokens_BL: Tensor, documents_BL: Tensor | None = None, cache: KvCache | None = None) -> Tensor:
         """Return the normalized residual stream after the last block.
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from headway.kernels import linear_cross_entropy
 from headway.kernels.dispatch import uses_triton
 from headway.kernels.inputs import IGNORED, autocast
+from headway.models.top_k import logprobs_among, top_k_logprobs
 
 __all__ = ["IGNORED", "Loss", "autocast", "chunk_rows", "summed_cross_entropy", "token_logprobs"]
 
@@ -33,6 +34,21 @@ class Loss(nn.Module):
         """Return the log-probability of each label [B, L], in float32; 0 where it is IGNORED."""
         flat_T = token_logprobs(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap)
         return flat_T.view(labels_BL.shape)
+
+    def logprobs_among(
+        self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, ids_BLK: Tensor, temperature: float
+    ) -> Tensor:
+        """Return the log-probabilities of labels, of ids, and of all other tokens together [B, L, K + 2]."""
+        rows = chunk_rows(x_BLD.device.type, weight_VD.shape[0])
+        labels_T, ids_TK = labels_BL.flatten(), ids_BLK.flatten(0, 1)
+        flat = logprobs_among(x_BLD.flatten(0, 1), weight_VD, labels_T, ids_TK, temperature, self.softcap, rows)
+        return flat.view(*labels_BL.shape, -1)
+
+    def top_k(self, x_BLD: Tensor, weight_VD: Tensor, count: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens [B, L, K], and the log-probabilities of them and of all others [B, L, K + 1]."""
+        rows = chunk_rows(x_BLD.device.type, weight_VD.shape[0])
+        ids_TK, logprobs_TC = top_k_logprobs(x_BLD.flatten(0, 1), weight_VD, count, temperature, self.softcap, rows)
+        return ids_TK.view(*x_BLD.shape[:2], -1), logprobs_TC.view(*x_BLD.shape[:2], -1)
 
 
 def summed_cross_entropy(

@@ -11,7 +11,7 @@ device: memory is allocated last, for this worker's part alone. Parameter names 
 """
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,16 @@ from headway.parallel.layout import (
     named,
     stages_of,
 )
-from headway.parallel.objective import DeviceBatch, MeasureHead, Objective, SumScale, loss_of
+from headway.parallel.objective import (
+    TEACHER_IDS,
+    DeviceBatch,
+    DistillationObjective,
+    MeasureHead,
+    Objective,
+    SumScale,
+    TeacherTargets,
+    loss_of,
+)
 from headway.parallel.pipeline import LocalStage, PipelineRunner, StageSplit, has_ties, split, tie_group
 from headway.parallel.recompute import recompute
 from headway.parallel.shard import forget_copies, hold_gradients, release_weights, shard
@@ -43,7 +52,9 @@ from headway.parallel.vocab_parallel import (
     cross_entropy_of_logits,
     logprobs_of_logits,
     shared_logprobs,
+    shared_logprobs_among,
     shared_loss,
+    shared_top_k,
 )
 from headway.parallel.world import Axis, World
 from headway.recipe import ModelLayout, Parallel, Recipe
@@ -80,6 +91,8 @@ class ParallelModel:
     """Deliberate bug: gradients are not reduced over replicas."""
     head: MeasureHead | None = None
     """The objective; None for the plain summed loss."""
+    teach: Callable[[DeviceBatch], DeviceBatch] | None = None
+    """Adds a teacher's columns to rows, if it runs beside the model."""
 
     def passes(self, batch: DeviceBatch, scale: SumScale) -> Tensor:
         """Run forward and backward over all rows, by microbatches; gradients are reduced in the last one, or in each.
@@ -118,6 +131,7 @@ class ParallelModel:
 
     def _taken(self, batch: DeviceBatch) -> DeviceBatch:
         """Return what of a batch the model and the objective take."""
+        batch = batch if self.teach is None else self.teach(batch)
         return replace(
             batch,
             documents=batch.documents if self.documents or self.head is not None else None,
@@ -148,7 +162,7 @@ def parallelize_model(
     recipe: Recipe,
     world: World,
     mutations: Collection[str] = (),
-    objective: Objective | None = None,
+    objective: Objective | TeacherTargets | None = None,
 ) -> ParallelModel:
     """Parallelize a model on the meta device as the recipe says; memory is allocated for this worker's part alone.
 
@@ -286,13 +300,19 @@ def _set_forward(
     if isinstance(model, Decoder):
         forward = model.forward if stage.last else model.hidden
         if stage.last and head is not None:
-            forward = partial(_measured, head, model.logprobs, documents)
+            forward = partial(_measured, head, _scores_of(model, head.objective), documents)
         model.loss.z_loss = recipe.train.z_loss
         if cuts is not None:
             shape = LogitOptions(model.loss.softcap, recipe.train.z_loss)
             model.loss.forward = partial(shared_loss, tensor, cuts.by_sequence, shape)
             model.loss.logprobs = partial(  # type: ignore[method-assign]
                 shared_logprobs, tensor, cuts.by_sequence, model.loss.softcap
+            )
+            model.loss.logprobs_among = partial(  # type: ignore[method-assign]
+                shared_logprobs_among, tensor, cuts.by_sequence, model.loss.softcap
+            )
+            model.loss.top_k = partial(  # type: ignore[method-assign]
+                shared_top_k, tensor, cuts.by_sequence, model.loss.softcap
             )
             if not stage.first:
                 model.context = WholeSequence(model.context, tensor.size)
@@ -329,7 +349,7 @@ def _forward(
 
 def _measured(
     head: MeasureHead,
-    logprobs_of: Any,
+    scores_of: Callable[[DeviceBatch, Tensor | None], Any],
     takes_documents: bool,
     x: Tensor,
     labels: Tensor,
@@ -337,15 +357,30 @@ def _measured(
     **columns: Tensor,
 ) -> Tensor:
     """An objective of log-probabilities; `x` may be the stream."""
-    logprobs_BL = logprobs_of(x, labels, documents if takes_documents else None)
-    return head(logprobs_BL, DeviceBatch(x, labels, documents, columns))
+    batch = DeviceBatch(x, labels, documents, columns)
+    return head(scores_of(batch, documents if takes_documents else None), batch)
+
+
+def _scores_of(
+    model: Decoder, objective: Objective | TeacherTargets
+) -> Callable[[DeviceBatch, Tensor | None], Tensor | tuple[Tensor, Tensor]]:
+    """Return the function of rows whose result an objective measures; attention is restricted to the documents."""
+    if isinstance(objective, TeacherTargets):
+        count, temperature = objective.count, objective.temperature
+        return lambda batch, documents: model.top_k(batch.inputs, count, temperature, documents)
+    if isinstance(objective, DistillationObjective):
+        warmth = objective.temperature
+        return lambda batch, documents: model.logprobs_among(
+            batch.inputs, batch.labels, batch.columns[TEACHER_IDS], warmth, documents
+        )
+    return lambda batch, documents: model.logprobs(batch.inputs, batch.labels, documents)
 
 
 def _logprobs_of_model(
-    plain: Any, tensor: Axis, vocabulary: int | None, x: Tensor, labels: Tensor, documents: Tensor | None = None
+    plain: Any, tensor: Axis, vocabulary: int | None, batch: DeviceBatch, documents: Tensor | None
 ) -> Tensor:
     """Wraps a custom class, which returns logits."""
-    return logprobs_of_logits(_of_tokens(plain, x, documents), labels, tensor, vocabulary)
+    return logprobs_of_logits(_of_tokens(plain, batch.inputs, documents), batch.labels, tensor, vocabulary)
 
 
 def _explained(plain: Any, model: nn.Module, cuts: TensorCuts, *inputs: Any, **columns: Tensor) -> Tensor:

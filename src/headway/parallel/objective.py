@@ -8,7 +8,7 @@ the global batch. So no split into microbatches or workers changes it. The first
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,43 @@ class Objective(Protocol):
         ...
 
 
+class DistillationObjective(Objective):
+    """One that also compares with a teacher's likeliest tokens, which are the column TEACHER_IDS [rows, seq, K].
+
+    `measure` gets log-probabilities [B, L, K + 2]: of the label, of those tokens at `temperature`, and of all others.
+    """
+
+    temperature: float
+
+
+TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
+"""Columns of a teacher: its likeliest tokens [rows, seq, K], and log-probabilities, the last of all other tokens."""
+
+
+class TeacherTargets:
+    """Stands in for a teacher's objective: keeps the likeliest tokens of all rows that pass."""
+
+    names: tuple[str, ...] = ("targets",)
+    terms = 1
+
+    def __init__(self, count: int, temperature: float) -> None:
+        self.count, self.temperature = count, temperature
+        self._collected = list[tuple[Tensor, Tensor]]()
+
+    def measure(self, likeliest: tuple[Tensor, Tensor], _: DeviceBatch) -> Tensor:
+        """Keep the tokens and log-probabilities of some rows."""
+        self._collected.append(likeliest)
+        return likeliest[1].new_zeros(1)
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the columns of all rows since the last call; none before a pipeline's last stage."""
+        collected, self._collected = self._collected, []
+        if not collected:
+            return {}
+        ids, logprobs = (torch.cat(parts) for parts in zip(*collected, strict=True))
+        return {TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs}
+
+
 class SumScale(NamedTuple):
     """Factors of a step's sums: one over their counts in the global batch."""
 
@@ -80,11 +117,11 @@ def by_document(values_BL: Tensor, documents_BL: Tensor, width: int) -> Tensor:
 class MeasureHead:
     """Applies an objective after a model's last stage; or, while it collects, keeps documents' log-probabilities."""
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective | TeacherTargets) -> None:
         self.objective = objective
         self._collected: list[Tensor] | None = None
 
-    def __call__(self, logprobs_BL: Tensor, batch: DeviceBatch) -> Tensor:
+    def __call__(self, logprobs_BL: Any, batch: DeviceBatch) -> Tensor:
         """Return the sums of some rows."""
         if self._collected is None:
             return self.objective.measure(logprobs_BL, batch)

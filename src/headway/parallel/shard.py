@@ -1,6 +1,7 @@
 """The data axes, by FSDP2: sharded and replicated weights, gradients and optimizer states."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +20,10 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], world: World, dtype: st
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # A model takes tokens, or a stream that has this precision; an objective's columns must keep theirs.
+    outside = replace(policy, cast_forward_inputs=False)
     for module in (*blocks, model):
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": outside if module is model else policy}
         if module is not model:
             options["reshard_after_forward"] = not keep_weights
         sharded = fully_shard(module, **options)

@@ -5,6 +5,7 @@ of them has. Tensor names end in their shape, as in `models/layers.py`; W is thi
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headway.models.loss import IGNORED, autocast, chunk_rows
+from headway.models.top_k import VocabularyShare, logprobs_among, top_k_logprobs
 from headway.parallel.collectives import copied, gathered
 from headway.parallel.local_part import to_local
 from headway.parallel.tensor import SEQUENCE, share_of
@@ -55,6 +57,61 @@ def shared_logprobs(
     x_TD, weight_WD = autocast(x_BLD.flatten(0, 1)), autocast(to_local(weight_VD))
     flat_T: Tensor = _SharedLogprobs.apply(x_TD, weight_WD, labels_BL.flatten(), begin, axis.group, rows, softcap)
     return flat_T.view(labels_BL.shape)
+
+
+def shared_logprobs_among(
+    axis: Axis,
+    by_sequence: bool,
+    softcap: float | None,
+    x_BLD: Tensor,
+    weight_VD: Tensor,
+    labels_BL: Tensor,
+    ids_BLK: Tensor,
+    temperature: float,
+) -> Tensor:
+    """`models.loss.Loss.logprobs_among` with a split head; the same on all workers of the axis."""
+    assert axis.group is not None, "an axis of one place shares nothing out"
+    x_BLD = gathered(x_BLD, SEQUENCE, axis.group) if by_sequence else copied(x_BLD, axis.group)
+    rows = chunk_rows(x_BLD.device.type, -(-weight_VD.shape[0] // axis.size))
+    labels_T, ids_TK, x_TD = labels_BL.flatten(), ids_BLK.flatten(0, 1), x_BLD.flatten(0, 1)
+    share, weight_WD = _vocabulary_share(weight_VD.shape[0], axis), to_local(weight_VD)
+    flat = logprobs_among(x_TD, weight_WD, labels_T, ids_TK, temperature, softcap, rows, share)
+    return flat.view(*labels_BL.shape, -1)
+
+
+def shared_top_k(
+    axis: Axis,
+    by_sequence: bool,
+    softcap: float | None,
+    x_BLD: Tensor,
+    weight_VD: Tensor,
+    count: int,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """`models.loss.Loss.top_k` with a split head; the same on all workers of the axis."""
+    assert axis.group is not None, "an axis of one place shares nothing out"
+    x_BLD = gathered(x_BLD, SEQUENCE, axis.group) if by_sequence else x_BLD
+    rows = chunk_rows(x_BLD.device.type, -(-weight_VD.shape[0] // axis.size))
+    share, weight_WD = _vocabulary_share(weight_VD.shape[0], axis), to_local(weight_VD)
+    ids_TK, logprobs_TC = top_k_logprobs(x_BLD.flatten(0, 1), weight_WD, count, temperature, softcap, rows, share)
+    return ids_TK.view(*x_BLD.shape[:2], -1), logprobs_TC.view(*x_BLD.shape[:2], -1)
+
+
+def _vocabulary_share(vocabulary: int, axis: Axis) -> VocabularyShare:
+    """Return this worker's share of a split head, with reductions over the axis."""
+    group = axis.group
+    assert group is not None, "an axis of one place shares nothing out"
+
+    def reduced(kind: dist.ReduceOp.RedOpType, x: Tensor) -> Tensor:
+        dist.all_reduce(x, kind, group=group)
+        return x
+
+    return VocabularyShare(
+        begin=share_of(vocabulary, axis)[0],
+        largest=partial(reduced, dist.ReduceOp.MAX),
+        total=partial(reduced, dist.ReduceOp.SUM),
+        beside=lambda x: gathered(x, 1, group),
+    )
 
 
 def logprobs_of_logits(logits: Tensor, labels_BL: Tensor, axis: Axis, vocabulary: int | None) -> Tensor:

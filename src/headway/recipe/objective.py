@@ -74,6 +74,27 @@ class Kto(Section):
     """Weight of the others."""
 
 
+class Distill(Section):
+    """Distillation: predict what a teacher predicts, on its likeliest tokens of each position."""
+
+    kind: Literal["distill"]
+    """Which objective it is."""
+    teacher: Annotated[str, Field(min_length=1)]
+    """The teacher: a Hugging Face folder, or RUN@STEP, with the tokenizer that the data was built with."""
+    divergence: Literal["forward", "reverse"] = "forward"
+    """KL of the student from the teacher (forward: cover all that it says), or of the teacher from the student."""
+    top_k: Annotated[int, Field(ge=1, le=65536, strict=True)] = 64
+    """Likeliest tokens of the teacher that are compared one by one; all others are compared as one."""
+    temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """Of both distributions; the divergence is multiplied by its square."""
+    next_token: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the next-token loss: the loss is 1 - next_token of the divergence, and next_token of cross-entropy."""
+    mode: Literal["live", "cached"] = "live"
+    """Run the teacher on every batch, beside the student; or once over all data, and store its tokens beside it."""
+    digest: str | None = None
+    """Digest of the teacher's weights; filled in when a run starts, and compared when it is resumed."""
+
+
 class CustomObjective(Section):
     """An objective class of your own."""
 
@@ -96,6 +117,7 @@ KINDS: dict[str, type[Section]] = {
     "orpo": Orpo,
     "simpo": SimPo,
     "kto": Kto,
+    "distill": Distill,
     "custom": CustomObjective,
 }
 """By `objective.kind`."""
@@ -108,7 +130,7 @@ def _tag(values: Any) -> str:
 
 
 if TYPE_CHECKING:
-    AnyObjective = Pretrain | Sft | Dpo | Orpo | SimPo | Kto | CustomObjective
+    AnyObjective = Pretrain | Sft | Dpo | Orpo | SimPo | Kto | Distill | CustomObjective
 else:
     AnyObjective = Annotated[
         Union[tuple(Annotated[section, Tag(kind)] for kind, section in KINDS.items())],  # noqa: UP007

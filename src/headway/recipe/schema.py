@@ -14,7 +14,7 @@ from headway.recipe.data import Data
 from headway.recipe.families import AnyModel
 from headway.recipe.families.llama import Llama
 from headway.recipe.lora import Lora
-from headway.recipe.objective import AnyObjective, Pretrain
+from headway.recipe.objective import AnyObjective, Distill, Pretrain
 from headway.recipe.own_code import OWN_NAME
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 from headway.recipe.train import Train
@@ -192,6 +192,8 @@ class Recipe(Section):
             raise ValueError(f"model.mup_base needs train.optimizer adamw or adamw-8bit, not {self.train.optimizer}")
         if self.lora is not None:
             _check_lora(self, self.lora)
+        if isinstance(self.objective, Distill) and self.model.class_ is not None:
+            raise ValueError("objective distill needs one of Headway's decoders, not model.class")
         return self
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from headway.errors import ModelError
 from headway.recipe import Lora, Model
+from headway.recipe.huggingface import read_model
+from headway.recipe.upgrade import upgrade_recipe
 from headway.state.address import open_address
 from headway.state.digest import state_digest
 from headway.state.hf_import import tensor_digest
@@ -17,6 +19,19 @@ from headway.state.huggingface import LazyWeight, saved_weights, stored_weights
 from headway.state.read_checkpoint import OpenCheckpoint
 
 MODEL = "model/"
+
+
+def model_at(address: str) -> Model:
+    """Return the model of a Hugging Face folder or a checkpoint; raise ModelError if it has only adapters."""
+    if (Path(address) / "config.json").is_file():
+        return read_model(Path(address))
+    recipe = upgrade_recipe(open_address(address).manifest.recipe)
+    if recipe.lora is not None:
+        raise ModelError(
+            f"{address} has adapters only, not the weights of a model",
+            hint="headway checkpoint merge RUN FOLDER makes a folder with all of them",
+        )
+    return recipe.model
 
 
 def base_weights(init: str, model: Model) -> dict[str, LazyWeight]:

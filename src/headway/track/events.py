@@ -18,7 +18,7 @@ Every other line is an event, with the nanoseconds since that moment as `t`:
     ranks   step (step, data, compute; rank 0 adds loss, grad_norm, lr, tokens, cursor, chain ...)
             doubt (step, value): the value in a replay of an element in which replicas differed
     rank 0  resumed (step), eval (step, loss), facts (...), replicas (step, digest)
-            reference (done, total): rows whose reference log-probabilities are computed, before the first step
+            reference (of, done, total): rows that the reference or the teacher has scored, before the first step
     any     begin (name) and end-span (name), error (type, message, hint), log (message)
             lost (events, since): so many events since then could not be written and are missing
 

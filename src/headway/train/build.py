@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -33,6 +33,7 @@ from headway.parallel import ParallelModel, World, parallelize_model
 from headway.parallel.layout import blocks_of, layout_of
 from headway.parallel.objective import Objective
 from headway.recipe import Assignment, Lora, Model, ModelLayout, Recipe
+from headway.recipe.objective import Distill
 from headway.state import OpenCheckpoint
 from headway.state.address import open_address
 from headway.state.base_weights import base_weights
@@ -49,6 +50,7 @@ from headway.train.meter import Meter, make_meter
 from headway.train.objectives import CountedObjective, NextToken, make_objective
 from headway.train.objectives.preference import REFERENCE
 from headway.train.objectives.reference import WithReference, mark_scored, reference_column
+from headway.train.objectives.teacher import WithTeacher, load_teacher, stored_targets
 from headway.train.optim import WeightEma, build_optimizer, freeze, lower, widen_gradients
 from headway.train.restore import restore
 from headway.train.stop import StopRequest
@@ -138,12 +140,22 @@ def build(
             buffer.zero_()  # it was uninitialized memory
     if state is None or base:  # the state of a run with adapters has only those
         draw_weights(spread.model, recipe, held, run)
+    if isinstance(recipe.objective, Distill):
+        load = partial(load_teacher, recipe, recipe.objective, world, partial(draw_weights, run=run))
+        if recipe.objective.mode == "live":
+            spread = replace(spread, teach=load().teach)
+        else:
+            beat.enter("evaluate")
+            with recorder.span("evaluation"):
+                mark = partial(mark_scored, recorder if world.first else None, beat, "teacher")
+                stored = stored_targets(recipe, recipe.objective, corpus, world, mark, load, run.name)
+                reader = WithTeacher(reader, stored)
     if REFERENCE in objective.columns:
         beat.enter("evaluate")
         with recorder.span("evaluation"):
             drawn = state is None or bool(base)
             first_weights = None if drawn else partial(draw_weights, spread.model, recipe, held, run)
-            mark = partial(mark_scored, recorder if world.first else None, beat)
+            mark = partial(mark_scored, recorder if world.first else None, beat, "reference")
             reader = WithReference(reader, reference_column(recipe, corpus, spread, world, mark, first_weights))
     optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
     average = WeightEma(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from headway.agent.attempt import Attempt
 from headway.agent.launch.auto_plan import PlannedRecipe, plan_run, replan_run, unplanned
 from headway.agent.launch.mesh_checks import check_axes, check_mesh, check_workers, count_workers, default_workers
+from headway.agent.launch.teacher import check_teacher, check_vocabulary, resolve_teacher
 from headway.agent.saving.restore_points import is_taken, newest_in_store, newest_on_disk
 from headway.data.corpus import open_corpus
 from headway.errors import (
@@ -175,6 +176,7 @@ def resume_run(
         new = new.model_copy(update={"eval": resolve_tasks(new.eval)})
     if new.lora is not None:
         check_base(new.lora, new.model)
+    check_teacher(new)
     check_store(new, ask=False)
     available = on or devices(new.train.device)
     old_plan = read_plan(run)
@@ -348,6 +350,7 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
     """Fill in what only files know: the data version, the model's shape and vocabulary."""
     recipe, vocabulary = pin_data(recipe)
     recipe = recipe.model_copy(update={"eval": resolve_tasks(recipe.eval)})
+    recipe = recipe.model_copy(update={"objective": resolve_teacher(recipe, root)})
     model = resolve_model(recipe.model, root)
     if model.class_ is not None:
         return recipe.model_copy(update={"model": model})  # the process that initializes it checks it on the data
@@ -361,7 +364,9 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
             if model.init is None
             else "set model.init to the folder that the data was built with, or build the data with this one's",
         )
-    return resolve_lora(recipe.model_copy(update={"model": model}))
+    recipe = recipe.model_copy(update={"model": model})
+    check_vocabulary(recipe)
+    return resolve_lora(recipe)
 
 
 def resolve_tasks(settings: Eval) -> Eval:

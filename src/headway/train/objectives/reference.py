@@ -166,8 +166,8 @@ def score_samples(
     return world.sum(values_S).float().numpy()
 
 
-def mark_scored(recorder: Recorder | None, beat: HeartbeatWriter, before: int, done: int, total: int) -> None:
-    """Show progress of the reference's scores, at every percent."""
+def mark_scored(recorder: Recorder | None, beat: HeartbeatWriter, of: str, before: int, done: int, total: int) -> None:
+    """Show progress of a reference's or teacher's scores, at every percent."""
     beat.mark()
     if recorder is not None and before * 100 // total < done * 100 // total:
-        recorder.event("reference", done=done, total=total)
+        recorder.event("reference", of=of, done=done, total=total)
