@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.cli.main import app
+from headway.errors import UsageError
 
 BASH = """
 eval "$(headway completion bash)"
@@ -97,4 +98,4 @@ def test_bash_offers_all_runs_of_another_folder(environment: dict[str, str]) -> 
 
 
 def test_other_shells_are_a_usage_error() -> None:
-    assert CliRunner().invoke(app, ["completion", "csh"]).exit_code == 2
+    assert isinstance(CliRunner().invoke(app, ["completion", "csh"]).exception, UsageError)

@@ -1,8 +1,14 @@
-"""What `headway serve` prints when it ends."""
+"""What `headway serve` and its kin print when they end, and when the command is wrong."""
+
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from headway.cli.main import app
+from headway.cli.model_process import adapters_of
 from headway.cli.serve import ending_line
+from headway.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -17,3 +23,37 @@ from headway.cli.serve import ending_line
 )
 def test_the_end_is_said_in_one_line(message: dict[str, int], line: str) -> None:
     assert ending_line(message) == line
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (["generate", "last"], "missing argument 'IN.jsonl'", "headway generate --help"),
+        (["serve", "last", "--prot", "1"], "no such option: --prot", "headway serve --help"),
+        (["serve", "last", "--port", "x"], "invalid value for '--port'", "headway serve --help"),
+        (["model", "show"], "missing argument", "headway model show --help"),
+        (["nonsense"], "no such command 'nonsense'", "headway --help"),
+        (["generate", "last", __file__], "--out is needed", f"headway generate last {__file__} --out answers.jsonl"),
+        (
+            ["serve", "recipes/demo.toml"],
+            "recipes/demo.toml is a recipe, not a model",
+            "headway train recipes/demo.toml",
+        ),
+        (
+            ["sample", "recipes/demo.toml"],
+            "recipes/demo.toml is a recipe, not a model",
+            "headway train recipes/demo.toml",
+        ),
+        (["sample", "."], ". has no config.json", "Hugging Face folder or a run"),
+    ],
+)
+def test_mistakes_in_a_command_are_a_sentence_and_a_hint(words: list[str], message: str, hint: str) -> None:
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, UsageError), error
+    assert message in error.message
+    assert hint in (error.hint or "")
+
+
+def test_an_adapter_that_is_not_there_is_named_with_its_option(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--lora x=nope: "):
+        adapters_of(["x=nope"], "base", tmp_path)

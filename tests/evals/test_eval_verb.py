@@ -26,6 +26,7 @@ class Stage:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.asked = root, []
         self.dies_after: int | None = None
+        self.has_template = False
         for name in ("good", "bad"):
             (root / name).mkdir()
             (root / name / "config.json").write_text("{}")
@@ -46,7 +47,7 @@ class Stage:
 
     def messages(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         good = "bad" not in str(request.get("folder"))
-        yield {"ready": {"device": "cpu", "dtype": "float32"}}
+        yield {"ready": {"device": "cpu", "dtype": "float32", "chat_template": self.has_template}}
         for number, task in enumerate(request["tasks"]):
             for question in reversed(task["questions"]):  # in any order
                 if self.dies_after == 0:
@@ -126,6 +127,17 @@ def test_out_has_every_row_and_an_interrupted_one_is_completed(stage: Stage) -> 
     assert len(stage.asked) == 2  # nothing was left to run
 
 
+def test_a_chat_template_that_is_not_used_is_noted(stage: Stage) -> None:
+    note = "sums: the model's chat template is not used"
+    assert note not in stage.eval("good --tasks sums.jsonl")
+    stage.has_template = True
+    assert note in stage.eval("good --tasks sums.jsonl,texts.jsonl")
+    notes = json.loads(stage.eval("good --tasks sums.jsonl,texts.jsonl --json"))["notes"]
+    assert [note.partition(":")[0] for note in notes] == ["sums"]
+    for words in ("--chat", "--no-chat"):
+        assert json.loads(stage.eval(f"good --tasks sums.jsonl --json {words}"))["notes"] == []
+
+
 def test_out_of_another_evaluation_is_not_touched(stage: Stage) -> None:
     stage.eval("good --tasks sums.jsonl --out o.jsonl")
     before = (stage.root / "o.jsonl").read_bytes()
@@ -166,11 +178,15 @@ def test_results_are_recorded_in_the_run(
     stage.eval("demo --tasks sums.jsonl --limit 5")
     assert len(read_evaluations(run)) == 3
     steps, values = read_metric(run, "sums/math")
-    assert (steps.tolist(), values.tolist()) == ([10, 20], [0.75, 0.6])  # the last of step 20
+    assert (steps.tolist(), values.tolist()) == ([10, 20], [0.75, 0.75])
+    steps, values = read_metric(run, "sums[limit=5]/math")  # other settings have a key of their own
+    assert (steps.tolist(), values.tolist()) == ([20], [0.6])
     report = CliRunner().invoke(app, ["report", "demo"]).output
-    assert re.search(r"evaluations:\n +step task +metric .*\n +20 sums +math +60.0 %", report)
+    assert re.search(
+        r"evaluations:\n +step task +metric .*\n +20 sums +math +75.0 %.*\n +20 sums\[limit=5\] +math +60.0 %", report
+    )
     document = json.loads(CliRunner().invoke(app, ["report", "demo", "--json"]).output)
-    assert [entry["step"] for entry in document["evaluations"]] == [10, 20]
+    assert [entry["step"] for entry in document["evaluations"]] == [10, 20, 20]
 
 
 def test_damaged_summaries_are_left_out(stage: Stage, recipe: Callable[..., Any]) -> None:

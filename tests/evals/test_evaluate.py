@@ -41,7 +41,7 @@ def ask(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Any:
         )  # fmt: skip
         messages: list[dict[str, Any]] = []
         evaluate(request, messages.append)
-        assert messages[0] == {"ready": {"device": "cpu", "dtype": "float32"}}
+        assert messages[0] == {"ready": {"device": "cpu", "dtype": "float32", "chat_template": True}}
         return {message["question"]: message for message in messages[1:]}
 
     return run

@@ -73,7 +73,7 @@ def test_templates_that_do_not_end_are_interrupted(template: str, monkeypatch: p
 
 
 def test_a_template_that_is_wrong_or_absent_is_said() -> None:
-    with pytest.raises(ModelError, match="the chat template is wrong"):
+    with pytest.raises(ModelError, match="the chat template is wrong in line 1: "):
         render_chat(loaded("{% if %}"), MESSAGES)
     with pytest.raises(RequestError, match="m has no chat template"):
         render_chat(loaded(None), MESSAGES)

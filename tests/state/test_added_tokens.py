@@ -23,9 +23,8 @@ def test_new_rows_are_means_and_old_ones_stay(tmp_path, tied, dtype):
     init_weights(decoder, seed=0)
     write_folder(tmp_path / "base", model, decoder.to(dtype).state_dict())
     write_model_folder(tmp_path / "base", tokenizer, CHATML)
-    ids = add_tokens(tmp_path / "base", tmp_path / "more", [*NEW, "<|im_end|>"], "{{ messages }}")
-    assert ids[:2] == [size, size + 1]
-    assert ids[2] == tokenizer.raw.token_to_id("<|im_end|>"), "a token that it has keeps its id"
+    ids = add_tokens(tmp_path / "base", tmp_path / "more", NEW, "{{ messages }}")
+    assert ids == [size, size + 1]
     read_model = transformers.AutoModelForCausalLM.from_pretrained
     before, after = (read_model(tmp_path / name, dtype=torch.float32) for name in ("base", "more"))
     for old, new in (
@@ -45,3 +44,20 @@ def test_new_rows_are_means_and_old_ones_stay(tmp_path, tied, dtype):
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(DataError, match=r"has no tokenizer\.json"):
         add_tokens(tmp_path, tmp_path / "out", ["<a>"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["<a>", ""], "token 2, '', is empty or white space"),
+        ([" "], "token 1, ' ', is empty or white space"),
+        (["<a>", "<b>", "<a>"], "the token '<a>' is named twice"),
+        (["<a>", "<|im_end|>"], "has the token '<|im_end|>' already: it is 257"),
+    ],
+)
+def test_tokens_that_are_no_new_ones_are_named(tmp_path, tokens, message):
+    write_model_folder(tmp_path / "base", byte_tokenizer(), CHATML)
+    with pytest.raises(DataError) as caught:
+        add_tokens(tmp_path / "base", tmp_path / "out", tokens)
+    assert message in caught.value.message
+    assert not (tmp_path / "out").exists()

@@ -96,7 +96,9 @@ def eval(
     _evaluate(session, out, folder, shows=not json)
     evaluations = session.evaluations()
     if json:
-        print_json({"model": session.model, "tasks": [entry.model_dump() for entry in evaluations]})
+        print_json(
+            {"model": session.model, "tasks": [entry.model_dump() for entry in evaluations], "notes": session.notes()}
+        )
     else:
         print("\n".join(evaluation_text(session, folder, out)))
 
@@ -107,7 +109,7 @@ def _session(
     """Read the tasks and find the model; both are checked before anything runs."""
     tasks = open_tasks(names, options, data=data, changes=given)
     source, shown = model_of(model, runs)
-    session = EvalSession(source, shown, tasks, options)
+    session = EvalSession(source, shown, tasks, options, given)
     return session, RunFolder(Path(source["run"])) if "run" in source else None
 
 

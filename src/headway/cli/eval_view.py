@@ -19,7 +19,7 @@ def evaluation_text(session: EvalSession, folder: RunFolder | None, out: Path | 
     took = f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
     lines = [f"{session.model}: {where}{plural(session.total, 'question')} in {took}", ""]
     lines += evaluation_table(evaluations)
-    notes = [note for entry in evaluations for note in _notes(entry)]
+    notes = [*(note for entry in evaluations for note in _notes(entry)), *session.notes()]
     lines += ["", *notes] if notes else [""]
     if out is not None:
         lines.append(f"rows: {out}")
@@ -28,19 +28,19 @@ def evaluation_text(session: EvalSession, folder: RunFolder | None, out: Path | 
     first = evaluations[0]
     lines.append(f"recorded: {folder.evals}")
     lines = [part for line in lines for part in _wrap(line)]
-    key = shlex.quote(f"{first.task}/{first.metrics[0].name}")
+    key = shlex.quote(f"{first.key}/{first.metrics[0].name}")
     return [*lines, f"next: {folder.command('metrics', f'--key {key}')}"]
 
 
 def evaluation_table(evaluations: Sequence[Evaluation], *, steps: bool = False) -> list[str]:
     """Return a row per metric of each task, in 80 columns: with the number of questions, or the checkpoint's step."""
-    width = min(max([4, *(len(entry.task) for entry in evaluations)]), 18)
+    width = min(max([4, *(len(entry.key) for entry in evaluations)]), 18)
     head = f"{'task':{width}}  {'metric':16} {'value':>9} {'95 % interval':>20}"
     rows = [f"  {'step':>8} {head}" if steps else f"  {head} {'questions':>9}"]
     for entry in evaluations:
         for metric in entry.metrics:
             value, interval = _value(metric)
-            row = f"{shortened(entry.task, width):{width}}  {metric.name:16} {value:>9} {interval:>20}"
+            row = f"{shortened(entry.key, width):{width}}  {metric.name:16} {value:>9} {interval:>20}"
             rows.append(f"  {entry.step or 0:>8} {row}" if steps else f"  {row} {entry.questions:>9,}")
     return rows
 

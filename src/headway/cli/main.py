@@ -1,11 +1,13 @@
 """`headway`: verbs in groups, imported when called; errors become a message, a hint and an exit status."""
 
+import contextlib
 import errno
 import gc
 import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -15,8 +17,10 @@ from typer.core import TyperGroup
 from headway import __version__
 from headway.cli.lazy import LazyCommands
 from headway.cli.text import wrap_lines
-from headway.errors import INTERRUPTED, HeadwayError
+from headway.errors import INTERRUPTED, HeadwayError, UsageError
 
+CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""Typer has a copy of Click's classes, and does not export this one."""
 ENVIRONMENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 """Errors of disks and permissions, not bugs: reported without a traceback."""
 
@@ -32,7 +36,7 @@ VERBS: dict[str, dict[str, str]] = {
         "train": "Train a recipe on this machine",
         "resume": "Resume a stopped, killed or failed run",
         "stop": "Save a running run and stop it",
-        "sample": "Generate text with a run's model",
+        "sample": "Generate text with a model",
         "generate": "Run a file of prompts through a model",
         "eval": "Evaluate a model on tasks from local files",
         "serve": "Serve a model by the OpenAI API",
@@ -75,11 +79,34 @@ VERBS: dict[str, dict[str, str]] = {
 """Every verb by group, with its help."""
 
 
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Turn Click's usage errors into ours: a sentence, and where to read more."""
+    try:
+        yield
+    except CLICK_USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group without a verb prints its help
+            raise
+        message = error.format_message().replace("Value error, ", "").strip().rstrip(".")
+        verb = error.ctx.command_path if error.ctx is not None else "headway"
+        raise UsageError(message[:1].lower() + message[1:], hint=f"{verb} --help lists what it takes") from None
+
+
 class LazyGroup(TyperGroup):
     """Verbs that are imported when they are called, so that `headway report` does not pay for `headway plan`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"commands": LazyCommands([verb for verbs in VERBS.values() for verb in verbs])})
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        """Parse the options before the verb; a mistake is an error of ours."""
+        with _own_errors():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse and run the verb; a mistake is an error of ours."""
+        with _own_errors():
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         """Write the verbs under the names of their groups; none is imported for that."""

@@ -14,7 +14,7 @@ from headway.cli.checkpoint_view import progress_bar
 from headway.cli.model_view import NamedModel, diff_document, diff_lines, document_of, next_line, show_lines
 from headway.cli.options import Json, Runs, Settings
 from headway.cli.text import print_json
-from headway.data.chat_template import ChatTemplate
+from headway.data.chat_template import ChatTemplate, check_template
 from headway.errors import HeadwayError, ModelError, StateError, UsageError
 from headway.plan.model_summary import describe
 from headway.recipe import Model, Recipe, load_recipe
@@ -114,7 +114,9 @@ def add_tokens_command(
             text = template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read {template}: {error}", hint="--template names a jinja file") from None
-        ChatTemplate(text).compiled()
+        check_template(ChatTemplate(text), template)
+    if not (folder / "config.json").is_file():
+        raise _no_folder(folder)
     with progress_bar("weights", quiet=json) as progress:
         ids = add_tokens(folder, out, tokens, text, progress)
     if json:
@@ -123,6 +125,22 @@ def add_tokens_command(
     named = ", ".join(f"{token} is {number}" for token, number in zip(tokens, ids, strict=True))
     print(f"{out}: {named}")
     print(f"next: headway data build OUT CHATS.jsonl --chat {out}")
+
+
+def _no_folder(folder: Path) -> UsageError:
+    """Return what is wrong with a model that is no Hugging Face folder; a run must be exported first."""
+    try:
+        run = (
+            RunFolder(folder)
+            if (folder / "recipe.json").is_file()
+            else find_run(runs_root(None), parse_ref(str(folder))[0])
+        )
+    except HeadwayError:
+        what = f"{folder} has no config.json" if folder.is_dir() else f"there is no folder {folder}"
+        return UsageError(what, hint="name a Hugging Face folder")
+    return UsageError(
+        f"{folder} is a run, not a Hugging Face folder", hint=f"export it: {run.command('checkpoint export', 'FOLDER')}"
+    )
 
 
 # -- find the model

@@ -25,6 +25,12 @@ def model_of(model: str, runs: Path | None) -> tuple[dict[str, str], str]:
         return {"folder": str(folder)}, folder.resolve().name
     if folder.is_dir() and not (folder / "recipe.json").is_file() and ("/" in model or model.startswith(".")):
         raise UsageError(f"{model} has no config.json", hint="name a Hugging Face folder or a run")
+    if folder.suffix == ".toml":
+        raise UsageError(
+            f"{model} is a recipe, not a model", hint=f"train it: headway train {model}; then name the run"
+        )
+    if folder.is_file():
+        raise UsageError(f"{model} is a file, not a model", hint="name a Hugging Face folder or a run")
     ref, step = parse_ref(model)
     run = find_run(runs_root(runs), ref)
     checkpoint = find_checkpoint(run.checkpoints, step)
@@ -47,7 +53,12 @@ def adapters_of(named: list[str], model: str, runs: Path | None) -> dict[str, st
         if Path(path).is_dir() and not (Path(path) / "recipe.json").is_file():
             raise UsageError(f"--lora {text}: {path} has no adapter_config.json", hint="name PEFT's folder, or a run")
         ref, step = parse_ref(path)
-        adapters[name] = str(find_checkpoint(find_run(runs_root(runs), ref).checkpoints, step))
+        try:
+            adapters[name] = str(find_checkpoint(find_run(runs_root(runs), ref).checkpoints, step))
+        except HeadwayError as error:
+            raise UsageError(
+                f"--lora {text}: {error.message}", hint="name PEFT's folder, or a run with adapters: headway runs"
+            ) from None
     return adapters
 
 

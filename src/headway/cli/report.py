@@ -111,7 +111,7 @@ def _unreadable(records: list[Record]) -> list[str]:
 
 def _evaluations(folder: RunFolder) -> list[str]:
     """Return a table of each task at the last step that was evaluated; `headway metrics` has all steps."""
-    last = {evaluation.task: evaluation for evaluation in latest_evaluations(folder)}
+    last = {evaluation.key: evaluation for evaluation in latest_evaluations(folder)}
     return ["evaluations:", *evaluation_table(list(last.values()), steps=True)] if last else []
 
 

@@ -1,28 +1,20 @@
-"""`headway sample RUN --prompt TEXT`: generates text with a run's model.
+"""`headway sample RUN|FOLDER --prompt TEXT`: generates text with a model.
 
 The model runs in another process (`headway.inference.sample`); this module prints what that generates.
 """
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headway.cli.model_process import model_process
-from headway.cli.options import Json, Runs, complete_run
+from headway.cli.model_process import model_of, model_process
+from headway.cli.options import Json, ModelSource, Runs
 from headway.errors import UsageError
-from headway.state import find_checkpoint, list_checkpoints
-from headway.track import find_run, parse_ref, runs_root
+from headway.track import parse_ref
 
-RunAtStep = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN[@STEP]",
-        autocompletion=complete_run,
-        help="A run's name, a unique prefix of it or `last`, and a step.",
-    ),
-]
 Prompt = Annotated[
     list[str] | None,
     typer.Option("--prompt", metavar="TEXT", help="Text to continue; repeatable (default: start a new document)."),
@@ -30,7 +22,7 @@ Prompt = Annotated[
 
 
 def sample(
-    run: RunAtStep,
+    model: ModelSource,
     prompt: Prompt = None,
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint (default: the newest).")] = None,
     max_tokens: Annotated[
@@ -42,18 +34,18 @@ def sample(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Generate text with a run's model."""
-    ref, at = parse_ref(run)
+    """Generate text with a model."""
+    at = parse_ref(model)[1] if not Path(model).exists() else None
     if at is not None and step is not None and at != step:
-        raise UsageError(f"{run} and --step {step} name different checkpoints", hint="give only one of them")
-    folder = find_run(runs_root(runs), ref)
-    checkpoint = find_checkpoint(folder.checkpoints, step if at is None else at)
+        raise UsageError(f"{model} and --step {step} name different checkpoints", hint="give only one of them")
+    if step is not None and (Path(model) / "config.json").is_file():
+        raise UsageError(f"{model} is a folder: it has no steps", hint="leave --step out")
+    source, name = model_of(f"{model}@{step}" if step is not None and at is None else model, runs)
     prompts = prompt or [""]
     if any("\ud800" <= letter <= "\udfff" for text in prompts for letter in text):
         raise UsageError("a prompt is not valid UTF-8", hint="check the terminal's encoding")
     request = {
-        "run": str(folder.path),
-        "checkpoint": str(checkpoint),
+        **source,
         "prompts": prompts,
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -62,8 +54,8 @@ def sample(
     }
     pieces = _ask(request)
     if json:
-        used_step = next(entry.step for entry in list_checkpoints(folder.checkpoints) if entry.path == checkpoint)
-        _print_json(folder.name, used_step, prompts, pieces)
+        run, _, used_step = name.rpartition("@") if "run" in source else (name, "", "")
+        _print_json(run, int(used_step) if used_step else None, prompts, pieces)
     else:
         _print_text(prompts, pieces)
 
@@ -88,7 +80,7 @@ def _print_text(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
     print()
 
 
-def _print_json(run: str, step: int, prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
+def _print_json(run: str, step: int | None, prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
     texts = [""] * len(prompts)
     for index, text in pieces:
         texts[index] += text

@@ -32,6 +32,7 @@ from headway.data.chat_template import (
     SETTINGS_FILE,
     TEMPLATE_FILE,
     ChatTemplate,
+    check_template,
     read_chat_template,
     special_token_names,
 )
@@ -175,6 +176,8 @@ def _read_model(options: ChatOptions) -> _Model:
             raise
         tokenizer = load_tokenizer(folder, end_of_text=0, special_tokens=True)  # the template writes the end of a turn
     template = ChatTemplate(text, special_token_names(settings), dict(options.arguments))
+    own = folder / TEMPLATE_FILE
+    check_template(template, Path(options.template or (own if own.is_file() else folder / SETTINGS_FILE)))
     return _Model(template, tokenizer, (folder / TOKENIZER).read_bytes(), settings_file)
 
 

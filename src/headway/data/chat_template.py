@@ -77,7 +77,9 @@ class ChatTemplate:
         try:
             return _compiled(self.text)
         except jinja2.TemplateError as error:
-            raise ModelError(f"the chat template is wrong: {error}") from None
+            line = getattr(error, "lineno", None)
+            where = "" if line is None else f" in line {line}"
+            raise ModelError(f"the chat template is wrong{where}: {error.message or error}") from None
 
 
 def _names_tools(template: str) -> bool:
@@ -196,6 +198,14 @@ def _raise(message: str) -> None:
 
 
 # -- files
+
+
+def check_template(template: ChatTemplate, file: Path) -> None:
+    """Raise ModelError, with the file and the line, if a template is wrong."""
+    try:
+        template.compiled()
+    except ModelError as error:
+        raise ModelError(f"{file}: {error.message}", hint="correct the template") from None
 
 
 def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

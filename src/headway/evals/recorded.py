@@ -56,7 +56,10 @@ def recorded_of(model: str, runs: Path | None) -> Recorded:
         steps = sorted({entry.step or 0 for entry in evaluations})
         hint = f"evaluated steps: {', '.join(map(str, steps))}" if steps else "name --tasks to evaluate it now"
         raise UsageError(f"{model} has no recorded evaluation", hint=hint)
-    return Recorded(f"{run.name}@{step}", {entry.task: read_evaluation_rows(run, entry) for entry in chosen})
+    tasks = [entry.task for entry in chosen]
+    names = [entry.key if tasks.count(entry.task) > 1 else entry.task for entry in chosen]
+    rows = {name: read_evaluation_rows(run, entry) for name, entry in zip(names, chosen, strict=True)}
+    return Recorded(f"{run.name}@{step}", rows)
 
 
 def read_out(path: Path, fingerprints: Collection[str] | None = None) -> list[ScoredRow]:

@@ -123,10 +123,32 @@ def open_tasks(
     return tasks
 
 
+def variant_of(options: EvalOptions, changes: Mapping[str, Any]) -> str:
+    """Return what was changed from a task's own settings, in a few words."""
+    values = {**changes, **{key: value for key, value in asdict(options).items() if key != "device"}}
+    defaults = asdict(EvalOptions())
+    words = []
+    for key in sorted(values):
+        if key == "chat":
+            words.append("chat" if values[key] else "no-chat")
+        elif key not in defaults or values[key] != defaults[key]:
+            words.append(f"{key}={values[key]}")
+    return ",".join(words)
+
+
 class EvalSession:
     """Tasks on one model."""
 
-    def __init__(self, source: Mapping[str, str], model: str, tasks: Sequence[OpenTask], options: EvalOptions) -> None:
+    def __init__(
+        self,
+        source: Mapping[str, str],
+        model: str,
+        tasks: Sequence[OpenTask],
+        options: EvalOptions,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`changes` are settings of tasks that were given for this evaluation."""
+        self._variant = variant_of(options, changes or {})
         self.source, self.model, self.tasks, self.options = source, model, list(tasks), options
         self.facts: dict[str, Any] = {}
         """Device and precision, once the model is loaded."""
@@ -184,6 +206,22 @@ class EvalSession:
         """Note how long it took."""
         self._started, self._seconds = started, ended - started
 
+    def notes(self) -> list[str]:
+        """Return what may surprise: tasks that do not use the chat template that the model has."""
+        if not self.facts.get("chat_template"):
+            return []
+        plain = [
+            task.task.name
+            for task in self.tasks
+            if task.task.chat is None
+            and task.task.kind != "perplexity"
+            and not any(question.messages for question in task.questions)
+        ]
+        return [
+            f"{name}: the model's chat template is not used; --chat uses it, --no-chat drops this note"
+            for name in plain
+        ]
+
     def rows(self) -> list[list[ScoredRow]]:
         """Return the rows of each task, in the order of the questions."""
         return [[row for _, row in sorted(task.rows.items())] for task in self.tasks]
@@ -210,6 +248,7 @@ class EvalSession:
             fingerprint=fingerprint_of(rows=fingerprint, questions=len(rows)),
             version=__version__,
             settings=settings,
+            variant=self._variant,
             questions=len(rows),
             samples=task.samples,
             cut=cut_outputs(rows),

@@ -89,7 +89,8 @@ def answer_all(llm: LLM, request: EvaluateRequest, say: Callable[[dict[str, Any]
     if llm.model.tokenizer is None:
         raise RequestError(f"{llm.model.name} has no tokenizer", hint="tasks are text: evaluation needs one")
     parameter = next(llm.model.module.parameters())
-    say({"ready": {"device": str(llm.model.device), "dtype": str(parameter.dtype).removeprefix("torch.")}})
+    facts = {"device": str(llm.model.device), "dtype": str(parameter.dtype).removeprefix("torch.")}
+    say({"ready": {**facts, "chat_template": llm.model.chat_template is not None}})
     for number, task in enumerate(request.tasks):
 
         def answered(question: AskedQuestion, answer: Answer, number: int = number) -> None:

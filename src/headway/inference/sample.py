@@ -7,29 +7,19 @@ Reads one request, a JSON object, from stdin. Streams JSON lines to stdout: piec
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from headway.errors import HeadwayError, RunError
-from headway.inference.load import load_run
+from headway.inference.load import ModelSource
 from headway.inference.params import SamplingParams
 from headway.inference.text_engine import TextEngine
-from headway.track import RunFolder
 
 DEFAULT_TOKENS = 100
 
 
-class SampleRequest(BaseModel):
-    """Prompts, weights and sampling options."""
+class SampleRequest(ModelSource):
+    """A model, prompts and sampling options."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    run: Path
-    """The run's folder."""
-    checkpoint: Path
-    """One of its checkpoints."""
     prompts: list[str]
     """Prompts; an empty one starts a document."""
     max_tokens: int | None = None
@@ -41,10 +31,9 @@ class SampleRequest(BaseModel):
 
 def sample(request: SampleRequest) -> Iterator[dict[str, Any]]:
     """Yield pieces of text, prompt by prompt."""
-    run = RunFolder(request.run)
-    engine = TextEngine(load_run(run, request.checkpoint))
+    engine = TextEngine(request.load())
     if engine.loaded.tokenizer is None:
-        raise RunError(f"{run.name} has no tokenizer")
+        raise RunError(f"{engine.loaded.name} has no tokenizer")
     for index, prompt in enumerate(request.prompts):
         ids = engine.encode(prompt)
         most = request.max_tokens or engine.fitting(ids, DEFAULT_TOKENS)

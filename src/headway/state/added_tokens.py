@@ -6,7 +6,7 @@ A new row is the mean of all rows that the tokenizer used before, so that a new 
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +25,13 @@ TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 def add_tokens(
     folder: Path, out: Path, tokens: Sequence[str], template: str | None = None, progress: Progress | None = None
 ) -> list[int]:
-    """Write a copy of a folder with these special tokens; return their ids. Tokens that it has stay as they are."""
+    """Write a copy of a folder with these special tokens; return their ids."""
     from tokenizers import AddedToken, Tokenizer
 
     if not (folder / TOKENIZER).is_file():
         raise DataError(f"{folder} has no {TOKENIZER}", hint="name a Hugging Face folder with one")
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    _check_new(tokens, tokenizer.token_to_id, folder)
     before = tokenizer.get_vocab_size(with_added_tokens=True)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens])
     ids = [int(tokenizer.token_to_id(token) or 0) for token in tokens]
@@ -55,6 +56,17 @@ def add_tokens(
         larger = model.model_copy(update={"vocab_size": vocabulary})
         write_folder(out, larger, weights, tokenizer=file, sidecars=sidecars, seq=seq, progress=progress)
     return ids
+
+
+def _check_new(tokens: Sequence[str], id_of: Callable[[str], int | None], folder: Path) -> None:
+    """Raise DataError for a token that cannot be added."""
+    for place, token in enumerate(tokens):
+        if not token.strip():
+            raise DataError(f"token {place + 1}, {token!r}, is empty or white space", hint="for example '<|im_end|>'")
+        if token in tokens[:place]:
+            raise DataError(f"the token {token!r} is named twice", hint="name each once")
+        if (number := id_of(token)) is not None:
+            raise DataError(f"{folder} has the token {token!r} already: it is {number}", hint="leave it out")
 
 
 def _with_rows(weight: LazyWeight, rows: int, used: int) -> LazyWeight:

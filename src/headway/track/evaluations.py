@@ -50,6 +50,8 @@ class Evaluation(BaseModel):
     """Of Headway."""
     settings: Mapping[str, Any]
     """The task as it was run, and how outputs were sampled."""
+    variant: str = ""
+    """Settings that were changed for this evaluation, such as `chat,shots=5`."""
     questions: int
     samples: int = 1
     """Outputs per question."""
@@ -59,6 +61,11 @@ class Evaluation(BaseModel):
     started: float
     """Seconds since 1970."""
     seconds: float
+
+    @property
+    def key(self) -> str:
+        """The task's name, with what was changed: evaluations of one key are comparable."""
+        return f"{self.task}[{self.variant}]" if self.variant else self.task
 
 
 def write_evaluation(run: RunFolder, evaluation: Evaluation, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -100,6 +107,6 @@ def read_evaluations(run: RunFolder) -> list[Evaluation]:
 
 
 def latest_evaluations(run: RunFolder) -> list[Evaluation]:
-    """Return the last evaluation of each task at each step."""
-    latest = {(entry.step, entry.task): entry for entry in read_evaluations(run)}
+    """Return the last evaluation of each task and variant at each step."""
+    latest = {(entry.step, entry.key): entry for entry in read_evaluations(run)}
     return list(latest.values())

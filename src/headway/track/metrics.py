@@ -85,7 +85,7 @@ def _tasks(run: RunFolder) -> dict[str, Series]:
     points: dict[str, list[tuple[int, float]]] = {}
     for evaluation in latest_evaluations(run):
         for metric in evaluation.metrics:
-            points.setdefault(f"{evaluation.task}/{metric.name}", []).append((evaluation.step or 0, metric.value))
+            points.setdefault(f"{evaluation.key}/{metric.name}", []).append((evaluation.step or 0, metric.value))
     return {
         key: (np.array([step for step, _ in some], np.int64), np.array([value for _, value in some]))
         for key, some in points.items()

@@ -35,8 +35,10 @@ from headway.plan.trainer import stated_mesh
 from headway.recipe import Data, Eval, FaultPlan, Model, Parallel, Recipe, changed_keys, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
 from headway.recipe.lora import adapted_layers
+from headway.recipe.objective import CustomObjective
 from headway.recipe.patterns import matched
 from headway.recipe.upgrade import upgrade_recipe
+from headway.recipe.user_code import check_class
 from headway.state import find_checkpoint, list_checkpoints
 from headway.state.address import is_in_store, open_address
 from headway.state.base_weights import base_digest, check_base
@@ -89,6 +91,8 @@ def new_run(
     """Create a run and return its first attempt. It continues from the state of `origin` (RUN or RUN@STEP), if given,
     by default with as many workers; `on` are its devices, if not those of this machine."""
     store_notes = check_store(recipe)
+    if isinstance(recipe.objective, CustomObjective) and on is None:  # other machines may have other packages
+        check_class(recipe.objective.class_, "objective.class")
     recipe = resolve_recipe(recipe, root)
     available = on or devices(recipe.train.device)
     branch = branch_point(root, origin) if origin else None

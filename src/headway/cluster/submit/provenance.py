@@ -7,13 +7,12 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from headway.errors import UsageError
 from headway.recipe import Recipe
+from headway.recipe.user_code import find_package
 from headway.track import RunFolder, write_json
 
 RECORD, FOLDER = "code.json", "code"
@@ -40,18 +39,6 @@ def record_provenance(run: RunFolder, recipe: Recipe, copy: bool) -> Path | None
     folder = copy_package(package, run.path / FOLDER) if copy else None
     write_json(run.path / RECORD, {"format": 1, "class": recipe.model.class_, **facts, "snapshot": copy})
     return folder
-
-
-def find_package(name: str) -> Path | None:
-    """The folder of a package, or the file of a module, as workers would find it: not in the current folder."""
-    python_path = [os.path.realpath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    current = os.path.realpath(".")
-    path = [entry for entry in sys.path if entry and (os.path.realpath(entry) != current or current in python_path)]
-    spec = PathFinder.find_spec(name, path)
-    if spec is None or spec.origin is None:
-        return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
-    origin = Path(spec.origin)
-    return origin.parent if spec.submodule_search_locations else origin
 
 
 def source_version(package: Path) -> dict[str, Any]:
