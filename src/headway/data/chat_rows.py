@@ -198,4 +198,12 @@ def _weight(weight: Any) -> float:
 
 
 def _type(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    names = {
+        int: "a number",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+        bool: "a truth value",
+    }
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
