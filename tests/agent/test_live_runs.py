@@ -13,6 +13,12 @@ from headway.agent.live_runs import LiveRun, list_live_runs
 from headway.track import RunFolder, create_run, run_id
 
 SLEEP = "import time\ntime.sleep(600)\n"
+LEADER = """
+import subprocess, sys
+from pathlib import Path
+with open(Path(sys.argv[2]) / "logs" / "0001-zygote.log", "ab") as log:
+    subprocess.run([sys.executable, "-m", "headway.train.zygote", "6"], stdout=log)
+"""
 NODE = """
 import subprocess, sys
 with open(sys.argv[1], "ab") as log:
@@ -89,3 +95,14 @@ def test_nodes_on_this_machine_count_for_their_run(start, tmp_path: Path) -> Non
     assert led_elsewhere.workers == named("hw two rank-0", descendants(far.pid))
     assert (led_elsewhere.agent, led_elsewhere.led_here, led_elsewhere.spares) == (far.pid, False, 1)
     assert len([live for live in list_live_runs() if live.run.path.is_relative_to(tmp_path)]) == 2
+
+
+def test_renamed_folder_does_not_make_two_runs_of_one(start, tmp_path: Path) -> None:
+    """The agent has the name that the folder had, its zygote's log is in the folder that has another name now."""
+    (tmp_path / "code" / "headway" / "agent" / "__main__.py").write_text(LEADER)
+    run = create_run(tmp_path / "runs", "r", "here")
+    leader = start("-m", "headway.agent", "4", "runs/here")
+    eventually(lambda: len(named("hw-spare", descendants(leader.pid))) == 1)
+    run.path.rename(tmp_path / "runs" / "away")
+    live = [live for live in list_live_runs() if live.run.path.is_relative_to(tmp_path)]
+    assert [(entry.run.name, entry.agent, entry.led_here) for entry in live] == [("here", leader.pid, True)]

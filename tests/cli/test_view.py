@@ -148,6 +148,8 @@ def test_folder_that_is_gone_is_shown_once_with_the_step_reached(capsys, monkeyp
         lines.report_storage(text, step)
         lines.tick(0)
     lines.line()
+    lines.report_storage(stopping := "saving where it can, and stopping", 7)
+    lines.tick(0)
     monkeypatch.undo()
     lines.report_storage(None, 8)
     back = {"kind": "storage", "t": 0, "text": "the run's folder is back"}
@@ -155,6 +157,10 @@ def test_folder_that_is_gone_is_shown_once_with_the_step_reached(capsys, monkeyp
     lines.tick(0)
     lines.line()
     shown = capsys.readouterr().err.splitlines()
-    assert [line for line in shown if line.startswith("note:")] == [f"note: {text}", "note: the run's folder is back"]
+    assert [line for line in shown if line.startswith("note:")] == [
+        f"note: {text}",
+        f"note: {stopping}",
+        "note: the run's folder is back",
+    ]
     assert "step 7/100  (numbers follow when the folder works again)" in shown
     assert shown[-1].startswith("step 8/100  loss 4.92")

@@ -44,8 +44,8 @@ class _AgentProcesses:
 def list_live_runs() -> list[LiveRun]:
     """List all runs on this machine whose processes are visible, the oldest first."""
     leaders, nodes = _find_agents()
-    groups = [(leader, [node for node in nodes if _same_run(leader.run, node.run)]) for leader in leaders]
-    elsewhere = [node for node in nodes if not any(_same_run(leader.run, node.run) for leader in leaders)]
+    groups = [(leader, [node for node in nodes if _works_for(node, leader)]) for leader in leaders]
+    elsewhere = [node for node in nodes if not any(_works_for(node, leader) for leader in leaders)]
     while elsewhere:
         group = [node for node in elsewhere if _same_run(elsewhere[0].run, node.run)]
         elsewhere = [node for node in elsewhere if node not in group]
@@ -89,6 +89,11 @@ def _run_of_log(process: psutil.Process) -> Path | None:
     except OSError:
         return None
     return log.parent.parent if log.parent.name == "logs" else None
+
+
+def _works_for(node: _AgentProcesses, leader: _AgentProcesses) -> bool:
+    """Whether a node's agent is the leader itself, whatever its folder is called by now, or is of the same run."""
+    return node.agent == leader.agent or _same_run(leader.run, node.run)
 
 
 def _same_run(folder: Path, other: Path) -> bool:

@@ -37,7 +37,7 @@ def _table(active: list[tuple[LiveRun, RunSummary]]) -> list[str]:
 def _split(line: str, width: int) -> list[str]:
     """Return a row of the table as two lines, and others wrapped."""
     if line.startswith(" "):
-        return wrap(line, columns(), initial_indent="  ", subsequent_indent="  ", break_long_words=False)
+        return wrap(line.strip(), columns(), initial_indent="  ", subsequent_indent="  ", break_long_words=False)
     return [line[:width].rstrip(), line[width + 2 :]]
 
 

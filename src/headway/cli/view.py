@@ -73,7 +73,7 @@ class LiveStatus:
 
     def report_storage(self, trouble: str | None, step: int) -> None:
         """Take what the agent says about the run's folder."""
-        if trouble is not None and self.trouble is None:
+        if trouble is not None and trouble != self.trouble:
             self.notices.append(trouble)
         self.trouble, self._step_in_trouble = trouble, 0 if trouble is None else step
 

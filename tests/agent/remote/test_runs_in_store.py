@@ -206,7 +206,7 @@ def test_resume_takes_the_s3_address_of_any_run_that_uploads(proxy: s3.Proxy, re
     bare = open_store(address)
     bare.delete([item.key for item in bare.list("folder")])
     refused = headway("resume", address, "--runs", "third")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert f"no run metadata at {address}, but checkpoints 4-8 exist" in refused.stderr
     command = refused.stderr.partition("hint:")[2].partition(" starts a run")[0].split()
     assert command[:3] == ["headway", "train", "--from"]

@@ -131,6 +131,24 @@ def test_trouble_is_recorded_once_and_the_step_told_until_it_ends():
     assert [works for _, works in events.texts] == [False, True]
 
 
+def test_stop_after_a_full_disk_is_told_at_once_and_other_files_are_not():
+    """A full disk fails one file after another, which is one trouble; that the run saves and stops is news."""
+    clock, told, trouble = Clock(), [], ["cannot write rank-0.jsonl"]
+    events = Events(clock)
+    reporter = StorageReporter(lambda: None, lambda text, step: told.append(text), 600.0, clock)
+    reporter.trouble = lambda _: trouble[0]
+    reporter.attend(events, 1)
+    trouble[0] = "cannot write agent.jsonl"
+    clock.now += 2
+    reporter.attend(events, 2)
+    assert len(set(told)) == 1
+    clock.now += 0.1
+    for _ in range(2):
+        reporter.attend(events, 3, stopping="saving where it can, trying for 60 s, and stopping")
+    assert told[2:] == ["saving where it can, trying for 60 s, and stopping"]
+    assert len(events.texts) == 2
+
+
 def test_run_stops_only_when_records_cannot_be_written_for_too_long():
     """A folder that is gone does not end it while open files take its records."""
     clock, trouble = Clock(), ["the folder is gone"]

@@ -255,12 +255,13 @@ def _no_run(url: str, name: str, store: ObjectStore) -> RunError:
     steps = [entry.step for entry in list_remote(store)]
     if not steps:
         return RunError(
-            f"there is no run at {url}", hint="use checkpoint.store.url and the run's name: s3://bucket/RUN"
+            f"there is no run at {url}", hint="use checkpoint.store.url and the run's name: s3://bucket/RUN", usage=True
         )
     which = f"checkpoint {steps[0]} exists" if len(steps) == 1 else f"checkpoints {steps[0]}-{steps[-1]} exist"
     return RunError(
         f"no run metadata at {url}, but {which}",
         hint=f"headway train --from {address_in_store(url, steps[-1])} --name {name}-2 starts a run from the newest",
+        usage=True,
     )
 
 

@@ -71,9 +71,18 @@ class AgentContext:
     """How long to continue without records, and to wait for the run's folder where nothing can be done without it."""
     outage: str | None = None
     """The failure of the storage for which the run stops."""
+    retry_s: float = 0.0
+    """How long the last save is tried."""
     _last: float = field(default_factory=time.monotonic)
     _signed: float = 0.0
     _unrecorded: UnrecordedWorker | None = None
+
+    @property
+    def last_words(self) -> str | None:
+        """What the run does about storage that has failed for too long."""
+        if self.outage is None:
+            return None
+        return f"{self.outage}: saving where it can, trying for {self.retry_s:.0f} s, and stopping"
 
     def tick(self) -> None:
         """Called again and again; records every second that it is alive, so that a killed agent's time counts."""
@@ -88,13 +97,11 @@ class AgentContext:
         if ranks := self.workers.pids():  # else they have ended, and what they could not write is still not written
             self._unrecorded = self.monitor.pulses.unrecorded(ranks)
         worker = self._unrecorded
-        self.reporter.attend(self.recorder, self.monitor.step, worker)
+        self.reporter.attend(self.recorder, self.monitor.step, worker, self.last_words)
         if self.outage is None and not self.stop_signals.asked and self.reporter.has_lasted():
             trouble = self.recorder.trouble or (worker and worker.text)
             self.outage = f"records could not be written for {self.outage_s:.0f} s ({trouble})"
             self.stop_signals.asked = 1
-            text = f"{self.outage}: saving where it can, and stopping"
-            self.recorder.event("storage", text=text, works=False)
         self.workers.attend()
         for event in self.workers.node_events:
             self.recorder.event("node", node=event.node, state=event.state, text=event.text)

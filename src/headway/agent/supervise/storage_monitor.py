@@ -118,13 +118,17 @@ class StorageReporter:
         self._since: float | None = None
         self._unrecorded_since: float | None = None
         self._told_at = 0.0
+        self._text, self._text_about = "", ""
 
     def trouble(self, recorder: Recorder) -> str | None:
         """What is wrong now, if anything is."""
         return self._folder_trouble() or recorder.trouble
 
-    def attend(self, recorder: Recorder, step: int, worker: UnrecordedWorker | None = None) -> None:
-        """Report what has changed since the last call, and the step while there is trouble.
+    def attend(
+        self, recorder: Recorder, step: int, worker: UnrecordedWorker | None = None, stopping: str | None = None
+    ) -> None:
+        """Report what has changed since the last call, and the step while there is trouble; `stopping` is what the run
+        does about it at last.
 
         Records of a `worker` may fail long before the agent's: a full disk has room left in the last block of a file.
         """
@@ -137,16 +141,21 @@ class StorageReporter:
                 text = f"the run's folder works again after {now - self._since:.0f} s; nothing waits in memory any more"
                 recorder.event("storage", text=text, works=True)
                 self._tell(None, step)
-            self._since = None
+            self._since, self._text_about = None, ""
             return
-        text = f"{trouble}; training continues, and what cannot be written waits in memory"
+        # Records of one process after another fail on a full disk: that is one trouble, and is told once.
+        about = stopping or ("folder" if self._folder_trouble() else "records")
+        changed, self._text_about = about != self._text_about, about
+        if changed:
+            self._text = stopping or f"{trouble}; training continues, and what cannot be written waits in memory"
         if self._since is None:
             self._since = now - unrecorded_s  # as of the first write that failed
-            recorder.event("storage", text=text, works=False)
-        elif now - self._told_at < REPORT_EVERY_S:
+        elif not changed and now - self._told_at < REPORT_EVERY_S:
             return
+        if changed:
+            recorder.event("storage", text=self._text, works=False)
         self._told_at = now
-        self._tell(text, step)
+        self._tell(self._text, step)
 
     def lasted_s(self) -> float:
         """How long there has been trouble, as of now; 0 if there is none."""

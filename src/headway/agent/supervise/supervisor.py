@@ -116,6 +116,7 @@ def _supervise(
             _recorder(attempt),
             StorageReporter(folder.trouble, fd_store.tell_storage, outage_s),
             outage_s,
+            retry_s=recipe.checkpoint.retry_s,
         )
         while True:
             fd_store.put("attempt", first=first.model_dump(mode="json"), now=attempt.model_dump(mode="json"))
