@@ -1,5 +1,6 @@
 """What `headway eval` prints."""
 
+import operator
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -34,13 +35,14 @@ def evaluation_text(session: EvalSession, folder: RunFolder | None, out: Path | 
 
 def evaluation_table(evaluations: Sequence[Evaluation], *, steps: bool = False) -> list[str]:
     """Return a row per metric of each task, in 80 columns: with the number of questions, or the checkpoint's step."""
-    width = min(max([4, *(len(entry.key) for entry in evaluations)]), 18)
+    label = operator.attrgetter("key" if steps else "task")  # what is printed at once has the same settings
+    width = min(max([4, *(len(label(entry)) for entry in evaluations)]), 18)
     head = f"{'task':{width}}  {'metric':16} {'value':>9} {'95 % interval':>20}"
     rows = [f"  {'step':>8} {head}" if steps else f"  {head} {'questions':>9}"]
     for entry in evaluations:
         for metric in entry.metrics:
             value, interval = _value(metric)
-            row = f"{shortened(entry.key, width):{width}}  {metric.name:16} {value:>9} {interval:>20}"
+            row = f"{shortened(label(entry), width):{width}}  {metric.name:16} {value:>9} {interval:>20}"
             rows.append(f"  {entry.step or 0:>8} {row}" if steps else f"  {row} {entry.questions:>9,}")
     return rows
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headway.errors import DataError, HeadwayError, RequestError, what_is_wrong
+from headway.errors import DataError, HeadwayError, RequestError, suggest, what_is_wrong
 from headway.inference.chat import render_chat
 from headway.inference.llm import LLM, Generated
 from headway.inference.load import ModelSource
@@ -116,11 +116,12 @@ def _read(request: BatchRequest) -> Iterator[InputLine]:
             SamplingParams(**{**request.params, **entry.params})
         except ValidationError as error:
             mistake = error.errors()[0]
-            name = f"{mistake['loc'][0]}: " if mistake["loc"] else ""
-            hint = (
-                "parameters of a line are named in docs/inference.md" if mistake["type"] == "extra_forbidden" else None
-            )
-            raise DataError(f"{path}:{number}: params: {name}{what_is_wrong(mistake)}", hint=hint) from None
+            name = str(mistake["loc"][0]) if mistake["loc"] else ""
+            if mistake["type"] == "extra_forbidden":
+                hint = suggest(name, SamplingParams.model_fields, "docs/inference.md has all")
+                raise DataError(f"{path}:{number}: unknown parameter {name!r}", hint=hint) from None
+            what = f"{name}: {what_is_wrong(mistake)}" if name else what_is_wrong(mistake)
+            raise DataError(f"{path}:{number}: params: {what}") from None
         yield entry
 
 
@@ -129,7 +130,7 @@ def _mistake(error: ValidationError) -> str:
     mistake = error.errors()[0]
     match mistake["type"], mistake["loc"]:
         case "json_invalid", _:
-            return f"not JSON ({mistake['ctx']['error']})"
+            return f"not JSON ({str(mistake['ctx']['error']).replace(' at line 1 column', ' at column')})"
         case "model_type", ():
             return "this is no JSON object"
         case "extra_forbidden", (name, *_):

@@ -201,14 +201,15 @@ class InferenceEngine:
             if wrong is not None:
                 raise RequestError(f"{name} {wrong} is not in the vocabulary of {self.model.vocabulary:,}")
         length, context = len(prompt_ids), self.context
+        prompt = f"the prompt has {length:,} token{'s' * (length != 1)}"
         of_cache = context < self.model.max_length
         limit = f"the KV cache has room for {context:,}" if of_cache else f"the model takes {context:,} in all"
         if length >= context:
             hint = "shorten it, or give the cache more memory" if of_cache else "shorten it"
-            raise RequestError(f"the prompt has {length:,} tokens, but {limit}", hint=hint)
+            raise RequestError(f"{prompt}, but {limit}", hint=hint)
         if params.max_tokens is not None and length + params.max_tokens > context:
             raise RequestError(
-                f"the prompt has {length:,} tokens and max_tokens is {params.max_tokens:,}, but {limit}",
+                f"{prompt} and max_tokens is {params.max_tokens:,}, but {limit}",
                 hint=f"ask for {context - length:,} tokens or fewer, or leave max_tokens out",
             )
 
