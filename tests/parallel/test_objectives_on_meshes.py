@@ -12,7 +12,7 @@ from headway.parallel import finish_gradients, make_mesh, parallelize_model
 from headway.parallel.objective import DeviceBatch, SumScale, TeacherTargets
 from headway.recipe import Model, Recipe
 from headway.recipe.load import parse_recipe
-from headway.recipe.objective import Distill, Dpo
+from headway.recipe.objective import Distill, Dpo, Reward
 from headway.state.tensors import fill
 from headway.train.objectives import make_objective
 from headway.train.objectives.teacher import Teacher
@@ -162,11 +162,63 @@ def distillation(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Ten
     return results | {"loss": world.sum(values)[0]}
 
 
+REWARD = Reward(kind="reward", center=0.05)
+
+
+def reward_model(recipe: Recipe) -> Recipe:
+    update = {"model": recipe.model.model_copy(update={"reward": True}), "objective": REWARD}
+    return recipe.model_copy(update=update)
+
+
+def plain_reward(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The loss as in TRL's RewardTrainer, a document at a time and without packing, in float64."""
+    model = empty_decoder(reward_model(recipe).model).double()
+    init_weights(model, seed=0)
+    batch, losses = rows(), []
+    for row in range(ROWS):
+        rewards = []
+        for document in range(WIDTH):
+            tokens = batch.inputs[row][batch.documents[row] == document]
+            if batch.columns["weight"][row, document]:
+                rewards.append((model.hidden(tokens[None])[0, -1] * model.score.weight[0]).sum())
+        for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True):
+            centered = REWARD.center * (chosen + rejected) ** 2
+            losses.append(-torch.nn.functional.logsigmoid(chosen - rejected) + centered)
+    assert len(losses) == PAIRS
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    gradients = {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+    return gradients | {"loss": loss.detach().float()}
+
+
+def rewarded(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
+    recipe = reward_model(recipe)
+    world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
+    objective = make_objective(REWARD)
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world, objective=objective)
+    for name, parameter in spread.model.named_parameters():
+        fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
+    each = ROWS // world.data.size
+    batch = rows().rows(each * world.data.rank, each * (world.data.rank + 1))
+    batch = replace(batch, columns={"weight": batch.columns["weight"]})
+    values = spread.passes(batch, SumScale((1 / PAIRS,) * len(objective.names), 1.0))
+    parameters = dict(spread.model.named_parameters())
+    finish_gradients(parameters, spread.missing)
+    results = {}
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        results[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+    if world.axis("tensor").rank:
+        values = torch.zeros_like(values)
+    return results | {"loss": world.sum(values)[0]}
+
+
 def stories(rank: int, workers: int, recipes: dict[str, Recipe]) -> dict[str, torch.Tensor]:
     results = {}
     for name, recipe in recipes.items():
         results |= {f"{name}|{key}": value for key, value in story(rank, workers, recipe).items()}
         results |= {f"distill {name}|{key}": value for key, value in distillation(rank, workers, recipe).items()}
+        results |= {f"reward {name}|{key}": value for key, value in rewarded(rank, workers, recipe).items()}
     return results
 
 
@@ -196,13 +248,14 @@ def test_sums_gradients_and_scores_equal_plain_pytorch(mesh: str, ranks) -> None
     assert seen == truth.keys()
 
 
+@pytest.mark.parametrize(("kind", "plain_step"), [("distill", plain_distillation), ("reward", plain_reward)])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_teacher_on_the_mesh_gives_the_loss_and_gradients_of_the_definition(mesh: str, ranks) -> None:
-    truth = plain_distillation(make_recipe(MESHES[mesh]))
+def test_a_step_gives_the_loss_and_gradients_of_the_definition(mesh: str, kind: str, plain_step, ranks) -> None:
+    truth = plain_step(make_recipe(MESHES[mesh]))
     seen = set()
     for results in ranks:
         for key, value in results.items():
-            name = key.removeprefix(f"distill {mesh}|")
+            name = key.removeprefix(f"{kind} {mesh}|")
             if name != key:
                 seen.add(name)
                 torch.testing.assert_close(

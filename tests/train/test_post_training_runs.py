@@ -72,7 +72,7 @@ def make_recipe(tmp_path, base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "dpo", "orpo", "simpo", "kto"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "orpo", "simpo", "kto", "reward"])
 def test_a_killed_run_ends_with_the_same_bits_and_learns(kind: str, lab, make_recipe) -> None:
     recipe = make_recipe(kind)
     alone = lab.train(recipe, workers=2)
@@ -83,7 +83,7 @@ def test_a_killed_run_ends_with_the_same_bits_and_learns(kind: str, lab, make_re
     losses = [event["loss"] for event in alone.events("eval")]
     assert losses[-1] < losses[0]
     steps = alone.events("step")
-    if kind in ("dpo", "orpo", "simpo"):
+    if kind in ("dpo", "orpo", "simpo", "reward"):
         assert steps[-1]["margin"] > steps[0]["margin"]
         assert alone.events("eval")[-1]["accuracy"] > 0.9
     if kind == "kto":

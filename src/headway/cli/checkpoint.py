@@ -204,7 +204,8 @@ def export_command(
         print_json({"checkpoint": checkpoint.address, "folder": str(folder), **facts})
     else:
         print(f"{folder}: {checkpoint.label}{', EMA weights' if ema else ''}, {plural(len(weights), 'tensor')}")
-        print(f"next: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+        auto = "AutoModelForSequenceClassification" if recipe.model.reward else "AutoModelForCausalLM"
+        print(f"next: transformers.{auto}.from_pretrained({str(folder)!r})")
 
 
 @app.command("merge")

@@ -30,6 +30,7 @@ SAMPLES = {
     "orpo": ("pairs",),
     "simpo": ("pairs",),
     "kto": ("labelled",),
+    "reward": ("pairs",),
     "distill": ("chat", "text"),
 }
 """The kinds of samples that an objective takes, by `objective.kind`; one of your own takes any."""

@@ -135,6 +135,7 @@ def load_model(
 def load_folder(folder: Path, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """Load a Hugging Face folder."""
     model, config = read_model(folder), _settings(folder / "config.json")
+    _refuse_rewards(model, str(folder))
     place = _device(device)
     module = _empty(model, place, _dtype(dtype, stored_dtype(config), place))
     load_into(module, folder)
@@ -148,6 +149,7 @@ def load_run(
 ) -> LoadedModel:
     """Load a checkpoint of a run."""
     recipe = read_recipe(run)
+    _refuse_rewards(recipe.model, run.name)
     source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else open_checkpoint(checkpoint)
     place = _device(device if recipe.train.device != "cpu" else "cpu")
     module = _filled(recipe, source, str(checkpoint)).to(place)
@@ -158,6 +160,15 @@ def load_run(
     loaded = LoadedModel(name, module.eval(), place, vocabulary, _run_length(recipe, run), step=source.manifest.step)
     loaded.base_digest = partial(checkpoint_digest, source)
     return _with_text(loaded, run.companions, run.tokenizer_file, _end_of_text(run))
+
+
+def _refuse_rewards(model: Model, name: str) -> None:
+    """Raise ModelError for a reward model."""
+    if model.reward:
+        raise ModelError(
+            f"{name} is a reward model, which gives a text a score and predicts no tokens",
+            hint="headway checkpoint export makes a folder for transformers' AutoModelForSequenceClassification",
+        )
 
 
 def load_store(address: str, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:

@@ -72,7 +72,9 @@ class Decoder(nn.Module):
         self.context: nn.Module = self.make_contexts()
         self.layers = nn.ModuleList(self.make_block(layer) for layer in range(model.layers))
         self.norm: nn.Module = self.make_norm()
-        self.head = None if model.tie_embeddings else Linear(model.dim, model.vocabulary, bias=False)
+        tokens = not model.tie_embeddings and not model.reward
+        self.head = Linear(model.dim, model.vocabulary, bias=False) if tokens else None
+        self.score = Score(model.dim) if model.reward else None
         self.loss = Loss(self.softcap)
 
     # -- overridden by families
@@ -101,12 +103,13 @@ class Decoder(nn.Module):
     def forward(self, tokens_BL: Tensor, labels_BL: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return logits [B, L, V]; or, with labels, the summed cross-entropy as a float32 scalar.
 
-        Labels of -100 are masked. It is the sum, so that the caller divides by the count over all microbatches and
-        ranks. `documents` numbers the documents packed into a row: attention stays within them.
+        A reward model returns rewards [B, L]. Labels of -100 are masked. It is the sum, so that the caller divides by
+        the count over all microbatches and ranks. `documents` numbers the documents packed into a row: attention stays
+        within them.
         """
         x_BLD = self.hidden(tokens_BL, documents)
         if labels_BL is None:
-            return self.logits(x_BLD)
+            return self.logits(x_BLD) if self.score is None else self.score(x_BLD)
         loss: Tensor = self.loss(x_BLD, self.output_weight, labels_BL)
         return loss
 
@@ -114,6 +117,12 @@ class Decoder(nn.Module):
         """Return the log-probability of each label [B, L], in float32; 0 where it is -100."""
         scores_BL: Tensor = self.loss.logprobs(self.hidden(tokens_BL, documents), self.output_weight, labels_BL)
         return scores_BL
+
+    def rewards(self, tokens_BL: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the reward at each position [B, L], in float32; a document's is that of its last token."""
+        assert self.score is not None, "only a reward model has them"
+        rewards_BL: Tensor = self.score(self.hidden(tokens_BL, documents))
+        return rewards_BL
 
     def logprobs_among(
         self, tokens_BL: Tensor, labels_BL: Tensor, ids_BLK: Tensor, temperature: float, documents: Tensor | None = None
@@ -155,6 +164,17 @@ class Decoder(nn.Module):
     def cache_widths(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Number and size of the heads that a layer caches per token, of keys and of values."""
         return (self.model.kv_heads, self.model.head_dim), (self.model.kv_heads, self.model.head_dim)
+
+
+class Score(Linear):
+    """The head of a reward model: a scalar for each position, in float32 whatever the precision of products."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, 1, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Return the rewards [B, L]."""
+        return (x_BLD.float() * self.weight.float()).sum(dim=-1)
 
 
 class Embedding(nn.Embedding):

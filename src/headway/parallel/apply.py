@@ -17,11 +17,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from headway.errors import ModelError
 from headway.models import Decoder
 from headway.models.experts import set_loss_scale
+from headway.parallel.collectives import whole
 from headway.parallel.gradients import Missing
 from headway.parallel.layout import (
     TensorCuts,
@@ -300,7 +302,8 @@ def _set_forward(
     if isinstance(model, Decoder):
         forward = model.forward if stage.last else model.hidden
         if stage.last and head is not None:
-            forward = partial(_measured, head, _scores_of(model, head.objective), documents)
+            group = tensor.group if cuts is not None and cuts.by_sequence else None
+            forward = partial(_measured, head, _scores_of(model, head.objective, group), documents)
         model.loss.z_loss = recipe.train.z_loss
         if cuts is not None:
             shape = LogitOptions(model.loss.softcap, recipe.train.z_loss)
@@ -362,9 +365,16 @@ def _measured(
 
 
 def _scores_of(
-    model: Decoder, objective: Objective | TeacherTargets
+    model: Decoder, objective: Objective | TeacherTargets, group: dist.ProcessGroup | None
 ) -> Callable[[DeviceBatch, Tensor | None], Tensor | tuple[Tensor, Tensor]]:
-    """Return the function of rows whose result an objective measures; attention is restricted to the documents."""
+    """Return the function of rows whose result an objective measures; attention is restricted to the documents.
+
+    The stream is split by sequence over the workers of `group`, if any.
+    """
+    if model.score is not None:
+        if group is None:
+            return lambda batch, documents: model.rewards(batch.inputs, documents)
+        return lambda batch, documents: whole(model.rewards(batch.inputs, documents), SEQUENCE, group)
     if isinstance(objective, TeacherTargets):
         count, temperature = objective.count, objective.temperature
         return lambda batch, documents: model.top_k(batch.inputs, count, temperature, documents)

@@ -4,8 +4,10 @@
     scattered  reduce-scatter             backward: all-gather
     summed     all-reduce                 backward: identity
     copied     identity                   backward: all-reduce
+    whole      all-gather                 backward: this worker's share
 
-Shares are equal parts of one dim. A tensor that a worker holds whole is the same on all workers of the group.
+`whole` is for what all workers then compute alike. Shares are equal parts of one dim. A tensor that a worker holds
+whole is the same on all workers of the group.
 """
 
 from typing import Any
@@ -39,6 +41,12 @@ def copied(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return same
 
 
+def whole(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return all shares of a tensor, by rank, for a result that all workers compute: its gradient is not summed."""
+    full: Tensor = _Whole.apply(x, dim, group)
+    return full
+
+
 def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     parts = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     _all_gather(parts, x.contiguous(), group)
@@ -67,6 +75,17 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _scatter(gradient, ctx.dim, ctx.group), None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.chunk(ctx.group.size(), dim=ctx.dim)[ctx.group.rank()], None, None
 
 
 class _Scattered(torch.autograd.Function):

@@ -20,14 +20,21 @@ Cut = Literal["columns", "rows", "vocabulary", "share", "keys"]
 DECODER = ModelLayout(
     blocks="layers",
     first=("embed",),
-    last=("norm", "head"),
+    last=("norm", "head", "score"),
     columns=(
         *(f"layers.*.attention.{name}" for name in ("q", "k", "v")),
         *(f"layers.*.mlp.{name}" for name in ("gate", "up")),
     ),
     rows=("layers.*.attention.o", "layers.*.mlp.down"),
     vocabulary=("embed", "head"),
-    share=("layers.*.*norm", "layers.*.attention.q_norm", "layers.*.attention.k_norm", "norm", "embed.positions"),
+    share=(
+        "layers.*.*norm",
+        "layers.*.attention.q_norm",
+        "layers.*.attention.k_norm",
+        "norm",
+        "embed.positions",
+        "score",
+    ),
     whole=("layers.*.attention", "layers.*.mlp"),
 )
 

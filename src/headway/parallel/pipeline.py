@@ -116,7 +116,7 @@ def _elsewhere(
 
 def _lends(model: nn.Module) -> bool:
     """Whether the head uses the embedding's weight, without a module of its own."""
-    return isinstance(model, Decoder) and model.head is None
+    return isinstance(model, Decoder) and model.head is None and model.score is None
 
 
 def _with(module: nn.Module, others: Mapping[str, nn.Module], prefix: str = "") -> nn.Module:

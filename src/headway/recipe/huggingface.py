@@ -13,6 +13,8 @@ from headway.errors import ModelError
 from headway.recipe.families import MODEL_TYPES
 from headway.recipe.model import Config, Model
 
+CLASSIFIER = "ForSequenceClassification"
+"""How the names of classifiers end in `transformers`."""
 HOUSEKEEPING = {
     "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "model_type", "pad_token_id", "torch_dtype",
     "transformers_version", "use_cache", "attention_dropout", "max_position_embeddings", "_name_or_path",
@@ -47,7 +49,26 @@ def model_from_config(config: Config) -> Model:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise _unknown(config)
-    return MODEL_TYPES[kind].from_config(config)
+    model = MODEL_TYPES[kind].from_config(config)
+    names = config.get("architectures") or [""]
+    if not str(names[0]).endswith(CLASSIFIER):
+        return model
+    labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))
+    if labels != 1:
+        raise ModelError(
+            f"config.json is of a classifier with {labels} labels", hint="a reward model has one: num_labels = 1"
+        )
+    return model.model_copy(update={"reward": True})
+
+
+def reward_config(config: Config) -> dict[str, Any]:
+    """Return the config.json of a decoder as that of a reward model: a classifier of one label, in `transformers`."""
+    name = str(config["architectures"][0])
+    if config["model_type"] == "gemma3_text":
+        name = "Gemma3TextForCausalLM"
+    name = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + CLASSIFIER
+    labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {**config, "architectures": [name], **labels}
 
 
 def stored_dtype(config: Config) -> str | None:

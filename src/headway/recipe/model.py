@@ -98,6 +98,10 @@ class HfTensor:
     """rows, transposed: number of rows of each Headway tensor."""
 
 
+SCORE = "score.weight"
+"""The head of a reward model, here and in Hugging Face folders."""
+
+
 def linear(name: str, inputs: int, outputs: int, bias: bool = False) -> Shapes:
     """Return the tensor shapes of a linear module."""
     shapes: Shapes = {f"{name}.weight": (outputs, inputs)}
@@ -160,6 +164,10 @@ class Model(Section):
     """Width at which init_std and the learning rate were tuned; muP (maximal update parametrization) transfers them to
     a wider model with more heads of the same size. Needs untied embeddings."""
 
+    reward: bool = False
+    """A reward model: a scalar head (`score`) on the stream instead of one over the vocabulary; `objective.kind =
+    "reward"` sets it."""
+
     def __new__(cls, **values: Any) -> Self:
         """Create a section of the class of its family."""
         if cls is not Model:
@@ -199,7 +207,8 @@ class Model(Section):
     def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Serialize only fields that apply to this kind of model, by their names in files."""
         values = {"class" if key == "class_" else key: value for key, value in handler(self).items()}
-        return {key: value for key, value in values.items() if _applies(key, self.class_ is not None)}
+        given = {key: value for key, value in values.items() if _applies(key, self.class_ is not None)}
+        return given if self.reward else {key: value for key, value in given.items() if key != "reward"}
 
     # -- implemented by families
 
@@ -227,7 +236,9 @@ class Model(Section):
         for layer in range(self.layers):
             shapes |= {f"layers.{layer}.{name}": shape for name, shape in self.block_tensors(layer).items()}
         shapes["norm.weight"] = (self.dim,)
-        if not self.tie_embeddings:
+        if self.reward:
+            shapes[SCORE] = (1, self.dim)
+        elif not self.tie_embeddings:
             shapes["head.weight"] = (vocabulary, self.dim)
         return shapes
 
@@ -242,6 +253,8 @@ class Model(Section):
 
     def hf_name(self, name: str) -> str:
         """Return the Hugging Face name of a tensor that is stored unchanged."""
+        if name == SCORE:
+            return name
         if name in self.OUTSIDE:
             return self.OUTSIDE[name]
         _, layer, rest = name.split(".", 2)
@@ -285,7 +298,7 @@ class Model(Section):
 
     def _side(self, name: str) -> Literal["input", "hidden", "output"]:
         """Return the muP class of a parameter: which of its dimensions grow with the width."""
-        if name == "head.weight" or ".router" in name:
+        if name in ("head.weight", SCORE) or ".router" in name:
             return "output"
         vector = name.endswith(("norm.weight", "bias", "sinks"))
         return "hidden" if name.startswith("layers.") and not vector else "input"

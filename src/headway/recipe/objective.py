@@ -74,6 +74,15 @@ class Kto(Section):
     """Weight of the others."""
 
 
+class Reward(Section):
+    """A reward model (Bradley-Terry), on pairs of a chosen and a rejected answer: a scalar for each document."""
+
+    kind: Literal["reward"]
+    """Which objective it is."""
+    center: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Weight of the squared sum of a pair's rewards, which keeps their mean near 0; 0.01 is usual."""
+
+
 class Distill(Section):
     """Distillation: predict what a teacher predicts, on its likeliest tokens of each position."""
 
@@ -117,6 +126,7 @@ KINDS: dict[str, type[Section]] = {
     "orpo": Orpo,
     "simpo": SimPo,
     "kto": Kto,
+    "reward": Reward,
     "distill": Distill,
     "custom": CustomObjective,
 }
@@ -130,7 +140,7 @@ def _tag(values: Any) -> str:
 
 
 if TYPE_CHECKING:
-    AnyObjective = Pretrain | Sft | Dpo | Orpo | SimPo | Kto | Distill | CustomObjective
+    AnyObjective = Pretrain | Sft | Dpo | Orpo | SimPo | Kto | Reward | Distill | CustomObjective
 else:
     AnyObjective = Annotated[
         Union[tuple(Annotated[section, Tag(kind)] for kind, section in KINDS.items())],  # noqa: UP007

@@ -14,7 +14,7 @@ from headway.recipe.data import Data
 from headway.recipe.families import AnyModel
 from headway.recipe.families.llama import Llama
 from headway.recipe.lora import Lora
-from headway.recipe.objective import AnyObjective, Distill, Pretrain
+from headway.recipe.objective import AnyObjective, Distill, Pretrain, Reward
 from headway.recipe.own_code import OWN_NAME
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 from headway.recipe.train import Train
@@ -192,9 +192,23 @@ class Recipe(Section):
             raise ValueError(f"model.mup_base needs train.optimizer adamw or adamw-8bit, not {self.train.optimizer}")
         if self.lora is not None:
             _check_lora(self, self.lora)
+        if isinstance(self.objective, Reward):
+            _check_reward(self)
+        elif self.model.reward:
+            raise ValueError(f"model.reward needs objective.kind = reward, not {self.objective.kind}")
         if isinstance(self.objective, Distill) and self.model.class_ is not None:
             raise ValueError("objective distill needs one of Headway's decoders, not model.class")
         return self
+
+
+def _check_reward(recipe: Recipe) -> None:
+    """Raise for settings that a reward model excludes."""
+    if recipe.model.class_ is not None:
+        raise ValueError("objective reward needs one of Headway's decoders, not model.class")
+    if recipe.lora is not None:
+        raise ValueError("objective reward trains a head, which adapters do not have: leave [lora] out")
+    if recipe.eval.tasks:
+        raise ValueError("eval.tasks needs a model that predicts tokens, and objective reward has none: leave it out")
 
 
 def _check_lora(recipe: Recipe, lora: Lora) -> None:

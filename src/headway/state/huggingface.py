@@ -21,6 +21,7 @@ import numpy as np
 
 from headway.errors import ModelError, StateError
 from headway.recipe import Model
+from headway.recipe.huggingface import reward_config
 from headway.recipe.model import HfTensor
 from headway.state import hf_packing as packing
 from headway.state.durable import new_file
@@ -247,7 +248,7 @@ def write_folder(
     It appears complete or not at all. `weights` have Headway's names, `seq` is the length the model was trained at;
     `sidecars` holds the files that came with the weights it started from.
     """
-    config = model.to_config(seq)
+    config = reward_config(model.to_config(seq)) if model.reward else model.to_config(seq)
     with new_model_folder(folder) as partial_folder:
         _write_weights(partial_folder, to_hf(weights, model), shard_bytes, progress)
         if tokenizer is not None:

@@ -33,10 +33,11 @@ from headway.parallel import ParallelModel, World, parallelize_model
 from headway.parallel.layout import blocks_of, layout_of
 from headway.parallel.objective import Objective
 from headway.recipe import Assignment, Lora, Model, ModelLayout, Recipe
+from headway.recipe.model import SCORE
 from headway.recipe.objective import Distill
 from headway.state import OpenCheckpoint
 from headway.state.address import open_address
-from headway.state.base_weights import base_weights
+from headway.state.base_weights import base_weights, model_at
 from headway.state.tensors import ModelShare, fill, load_base, load_weights
 from headway.track import Recorder, RunFolder, chain
 from headway.track.heartbeat import HeartbeatWriter
@@ -219,6 +220,9 @@ def draw_weights(model: nn.Module, recipe: Recipe, held: ModelShare, run: RunFol
     if recipe.lora is not None and init is not None and not (Path(init) / "config.json").exists():
         load_base(open_address(init), model, held)
         return
+    if recipe.model.reward and init is not None:
+        draw_reward_model(model, recipe, init)
+        return
     if recipe.model.class_ is not None or (init is not None and not (Path(init) / "config.json").exists()):
         load_weights(open_address(init or str(initial_weights(run))), model, held)
         return
@@ -232,6 +236,17 @@ def draw_weights(model: nn.Module, recipe: Recipe, held: ModelShare, run: RunFol
     for name, buffer in model.named_buffers():
         if name in stored:
             buffer.copy_(stored[name])
+
+
+@torch.no_grad()
+def draw_reward_model(model: nn.Module, recipe: Recipe, init: str) -> None:
+    """Load this worker's part of a model, one tensor at a time; a head that `init` does not have is initialized."""
+    stored = base_weights(init, model_at(init))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in stored:
+            fill(name, tensor, read_weight(stored[name]))
+        elif name == SCORE:
+            fill(name, tensor, initial_weight(recipe.model, name, tuple(tensor.shape), recipe.seed))
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from headway.plan.trainer import stated_mesh
 from headway.recipe import Data, Eval, FaultPlan, Model, Parallel, Recipe, changed_keys, check_resumable, with_settings
 from headway.recipe.huggingface import read_model
 from headway.recipe.lora import adapted_layers
-from headway.recipe.objective import CustomObjective
+from headway.recipe.objective import CustomObjective, Reward
 from headway.recipe.patterns import matched
 from headway.recipe.upgrade import upgrade_recipe
 from headway.recipe.user_code import check_class
@@ -356,6 +356,13 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
     recipe = recipe.model_copy(update={"eval": resolve_tasks(recipe.eval)})
     recipe = recipe.model_copy(update={"objective": resolve_teacher(recipe, root)})
     model = resolve_model(recipe.model, root)
+    if isinstance(recipe.objective, Reward):
+        model = model.model_copy(update={"reward": True})
+    elif model.reward:
+        raise ModelError(
+            f"model.init = {recipe.model.init!r} is a reward model, which predicts no tokens",
+            hint="--set objective.kind=reward continues it; any other objective needs the model that it began with",
+        )
     if model.class_ is not None:
         return recipe.model_copy(update={"model": model})  # the process that initializes it checks it on the data
     if model.vocab_size is None:

@@ -3,12 +3,24 @@
 from typing import Any, cast
 
 from headway.errors import ModelError
-from headway.recipe.objective import AnyObjective, CustomObjective, Distill, Dpo, Kto, Orpo, Pretrain, Sft, SimPo
+from headway.recipe.objective import (
+    AnyObjective,
+    CustomObjective,
+    Distill,
+    Dpo,
+    Kto,
+    Orpo,
+    Pretrain,
+    Reward,
+    Sft,
+    SimPo,
+)
 from headway.recipe.own_code import load_name
 from headway.train.objectives.base import CountedObjective, NextToken, WeightedTokens
 from headway.train.objectives.distill import DistillLoss
 from headway.train.objectives.kto import KtoLoss
 from headway.train.objectives.preference import DpoLoss, OrpoLoss, SimPoLoss
+from headway.train.objectives.reward import RewardLoss
 
 
 def make_objective(recipe: AnyObjective, weighted: bool = False) -> CountedObjective:
@@ -26,6 +38,8 @@ def make_objective(recipe: AnyObjective, weighted: bool = False) -> CountedObjec
             return SimPoLoss(recipe)
         case Kto():
             return KtoLoss(recipe)
+        case Reward():
+            return RewardLoss(recipe)
         case Distill():
             return DistillLoss(recipe, weighted)
         case CustomObjective():

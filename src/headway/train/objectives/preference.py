@@ -54,7 +54,7 @@ class DpoLoss(PairObjective):
                 losses = torch.relu(1 - recipe.beta * margin)
             case "ipo":
                 losses = (margin - 1 / (2 * recipe.beta)).square()
-        return _totals(losses, recipe.beta * ratios_BD, batch)
+        return pair_totals(losses, recipe.beta * ratios_BD, batch)
 
 
 class OrpoLoss(PairObjective):
@@ -82,7 +82,7 @@ class OrpoLoss(PairObjective):
         # A row's places without a pair have log-probabilities of 0, whose odds are infinite.
         losses = torch.where(weight > 0, -self.recipe.beta * logsigmoid(odds), 0.0)
         nll = -(sums_BD[:, ::2] * weight).sum().reshape(1)
-        return torch.cat((nll, _totals(losses, self.recipe.beta * means_BD, batch)))
+        return torch.cat((nll, pair_totals(losses, self.recipe.beta * means_BD, batch)))
 
 
 class SimPoLoss(PairObjective):
@@ -95,7 +95,7 @@ class SimPoLoss(PairObjective):
         """Return the sums over pairs."""
         rewards_BD = self.recipe.beta * sums_by_document(logprobs_BL, batch) / lengths_by_document(batch)
         losses = -logsigmoid(rewards_BD[:, ::2] - rewards_BD[:, 1::2] - self.recipe.margin)
-        return _totals(losses, rewards_BD, batch)
+        return pair_totals(losses, rewards_BD, batch)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def _log1mexp(x: Tensor) -> Tensor:
     return torch.where(x > -0.6931, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
-def _totals(losses: Tensor, rewards_BD: Tensor, batch: DeviceBatch) -> Tensor:
+def pair_totals(losses: Tensor, rewards_BD: Tensor, batch: DeviceBatch) -> Tensor:
     """Return the weighted sums of losses, accuracy, margin and rewards over pairs."""
     weight = batch.columns["weight"][:, ::2]
     chosen, rejected = rewards_BD[:, ::2].detach(), rewards_BD[:, 1::2].detach()

@@ -97,6 +97,9 @@ class RuleOptimizer(torch.optim.Optimizer):
                 continue
             here = [item for item in items if item.elements]
             dice = RoundingBits(self._seed, group["number"])
+            if group["rule"] in FUSED and len(here) < len(items):
+                # Any worker may save a replicated number, also one that has no element of the parameter.
+                torch._foreach_add_([item.state["step"] for item in items if not item.elements], 1.0)
             match group["rule"]:
                 case "muon":
                     muon(items, group, dice, self._both)
