@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,21 @@ from safetensors.torch import load_file
 from headway.errors import ModelError, RecipeError
 from headway.models import empty_decoder, init_weights, load_into, write_folder
 from headway.models.lora import add_adapters, initial_adapter
+from headway.parallel.recompute import recompute
 from headway.recipe import Lora, Model
 from headway.recipe.load import parse_recipe
 from headway.recipe.lora import A, B, adapted_layers, adapter_tensors
 from headway.state.base_weights import base_digest, base_weights, check_base
 from headway.state.huggingface import write_folder as write_lazily
-from headway.state.peft import Adapter, LayerAdapter, check_same_base, merged_weights, read_adapter, write_adapter
+from headway.state.peft import (
+    Adapter,
+    LayerAdapter,
+    check_same_base,
+    lora_of,
+    merged_weights,
+    read_adapter,
+    write_adapter,
+)
 from own_environment import python_with
 
 SMALL = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 48, "vocab_size": 96}
@@ -125,6 +135,58 @@ def test_first_adapters_are_within_the_bound_of_their_inputs_and_change_nothing(
     assert not initial_adapter(f"layers.0.mlp.up.{B}", (64, 8), seed=1).any()
 
 
+def test_dropout_zeroes_a_share_of_the_inputs_and_scales_the_others() -> None:
+    """With identities as adapter, on a base of zeros, the layer's output is the input after dropout."""
+    model = Model(layers=1, dim=64, heads=2, vocab_size=64)
+    decoder = empty_decoder(model)
+    add_adapters(decoder, Lora(rank=64, alpha=64.0, dropout=0.25, targets=("layers.0.attention.q",)))
+    layer = decoder.layers[0].attention.q
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.lora_a.copy_(torch.eye(64))
+        layer.lora_b.copy_(torch.eye(64))
+    x = torch.rand(500, 64) + 1
+    torch.manual_seed(5)
+    out = layer.train()(x)
+    dropped = out == 0
+    assert dropped.float().mean().item() == pytest.approx(0.25, abs=0.01)
+    torch.testing.assert_close(out[~dropped], (x / 0.75)[~dropped])
+    assert out.mean().item() == pytest.approx(x.mean().item(), rel=0.02)
+    torch.manual_seed(5)
+    assert torch.equal(layer(x), out)
+    torch.testing.assert_close(layer.eval()(x), x)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputed_activations_are_dropped_alike(kind) -> None:
+    gradients = []
+    for recomputed in ("none", kind):
+        decoder = empty_decoder(model_of("llama"))
+        init_weights(decoder, 0)
+        add_adapters(decoder, Lora(rank=3, dropout=0.3))
+        for name, parameter in decoder.named_parameters():
+            if parameter.requires_grad:
+                generator = torch.Generator().manual_seed(len(name))
+                parameter.data.normal_(0, 0.2, generator=generator)
+        recompute(list(decoder.layers), recomputed, None)
+        torch.manual_seed(3)
+        tokens = torch.arange(40).view(2, 20) * 7 % 96
+        decoder.train()(tokens, tokens.roll(-1, 1)).backward()
+        gradients.append({name: p.grad for name, p in decoder.named_parameters() if p.requires_grad})
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_dropout_is_in_pefts_settings_both_ways(tmp_path) -> None:
+    model, lora = model_of("llama"), Lora(rank=3, dropout=0.05)
+    adapter = replace(random_adapter(model, lora), dropout=lora.dropout)
+    write_adapter(tmp_path / "adapter", model, adapter)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_dropout"] == 0.05
+    stored = lora_of(read_adapter(tmp_path / "adapter", model), model)
+    assert Lora(init="x").starting_from(stored).dropout == 0.05
+    assert Lora(init="x", dropout=0.1).starting_from(stored).dropout == 0.1
+
+
 @pytest.mark.parametrize(
     ("targets", "layers"),
     [
@@ -160,7 +222,6 @@ def test_experts_are_refused_as_targets() -> None:
     [
         ({"model": {}}, r"model\.init is not set"),
         ({"train": {"freeze": ["embed.*"]}}, r"train\.freeze has no effect"),
-        ({"lora": {"dropout": 0.1}}, r"lora: dropout is 0\.1, but only 0 is supported"),
         ({"lora": {"quantize": "nf4"}, "parallel": {"tensor": 2}}, "replicate and shard axes only"),
     ],
 )

@@ -181,3 +181,16 @@ def test_run_with_adapters_is_sampled_exported_and_merged(lab, lora_recipe, base
     assert tokens(base, trained=adapter) == expected
     assert tokens(base, trained=find_checkpoint(result.run.checkpoints)) == expected
     assert tokens(base) != expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_run_with_dropout_ends_with_the_same_bits(workers: int, lab, lora_recipe) -> None:
+    recipe = lora_recipe({"lora.dropout": 0.2, "train.recompute": "full", "train.restarts": 2})
+    alone = lab.train(recipe, workers=workers)
+    assert alone.outcome.state == "finished", alone.outcome
+    killed = lab.train(recipe, workers=workers, faults=FaultPlan().kill(step=5, rank=workers - 1, point="compute"))
+    assert killed.outcome.state == "finished", killed.outcome
+    assert compare_runs(killed.run, alone.run).equal
+    plain = lab.train(lora_recipe(), workers=workers)
+    assert plain.chain != alone.chain

@@ -45,6 +45,7 @@ class LoraLinear(Linear):
     weight_codes: Tensor | None
     weight_scales: Tensor
     scale: float
+    dropout: float
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the base's weight and the adapter."""
@@ -53,7 +54,8 @@ class LoraLinear(Linear):
         else:
             y = nf4_linear(x, self.weight_codes, self.weight_scales, self.bias)
         # adapters are float32, and products are in the precision of the base
-        low = nn.functional.linear(x, self.lora_a.to(x.dtype))
+        inputs = nn.functional.dropout(x, self.dropout, self.training) if self.dropout else x
+        low = nn.functional.linear(inputs, self.lora_a.to(x.dtype))
         return y + nn.functional.linear(low * self.scale, self.lora_b.to(x.dtype))
 
 
@@ -75,7 +77,7 @@ def add_adapters(model: Decoder, lora: Lora) -> None:
             layer.register_buffer(CODES, None)
         layer.__class__ = LoraLinear
         assert isinstance(layer, LoraLinear)
-        layer.scale = lora.scale
+        layer.scale, layer.dropout = lora.scale, lora.dropout
     for module in modules.values():
         if isinstance(module, BiasBalance):
             module.rate = 0.0  # part of the base

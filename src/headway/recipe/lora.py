@@ -8,7 +8,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -36,7 +36,7 @@ class Lora(Section):
     targets: tuple[str, ...] = ()
     """Linear layers with adapters; `*` matches one part of a name, `**` any number; by default all of the blocks."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of an adapter's input; only 0 is supported."""
+    """Share of an adapter's inputs that are zero in a training step, at random; the others are scaled up."""
     quantize: Literal["nf4"] | None = None
     """Store the base's linear layers in 4-bit NormalFloat (QLoRA), in blocks of 64 values."""
     init: str | None = None
@@ -52,15 +52,11 @@ class Lora(Section):
             values = {**values, "alpha": 2.0 * rank if isinstance(rank, int) else 1.0}
         return values
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.dropout:
-            raise ValueError(f"dropout is {self.dropout:g}, but only 0 is supported: leave it out")
-        return self
-
     def starting_from(self, stored: Mapping[str, Any]) -> "Lora":
         """Return these settings with those of stored adapters; raise RecipeError for another stated value."""
         defaults = Lora(rank=self.rank).model_dump() | {"rank": Lora.model_fields["rank"].default}
+        if self.dropout:  # how they are trained, not what they are: the recipe's counts
+            stored = {**stored, "dropout": self.dropout}
         for key, value in stored.items():
             if getattr(self, key) not in (value, defaults[key]):
                 raise RecipeError(

@@ -62,6 +62,8 @@ class Adapter:
     base: str | None = None
     """Digest of the base that they were trained on, if known."""
     base_name: str = ""
+    dropout: float = 0.0
+    """Of the adapters' input, in training."""
 
     def tensors(self) -> dict[str, Floats]:
         """Return the matrices by the names of parameters."""
@@ -90,7 +92,7 @@ def adapter_of_run(checkpoint: OpenCheckpoint, model: Model, lora: Lora, prefix:
     for layer in adapted_layers(model, lora.targets):
         a, b = (_read(checkpoint, f"{prefix}{layer}.{key}") for key in (A, B))
         layers[layer] = LayerAdapter(a, b, lora.scale)
-    return Adapter(checkpoint.location, layers, lora.rslora, lora.base, model.init or "")
+    return Adapter(checkpoint.location, layers, lora.rslora, lora.base, model.init or "", lora.dropout)
 
 
 def _read(checkpoint: OpenCheckpoint, name: str) -> Floats:
@@ -129,7 +131,11 @@ def read_adapter(folder: Path, model: Model) -> Adapter:
     facts = _json(folder / FACTS) if (folder / FACTS).is_file() else {}
     ordered = {name: layers[name] for name in adapted_layers(model) if name in layers}
     base_name = str(config.get("base_model_name_or_path") or "")
-    return Adapter(str(folder), ordered, bool(config.get("use_rslora")), facts.get("base"), base_name)
+    dropout = config.get("lora_dropout") or 0.0
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ModelError(f"{folder / CONFIG} has lora_dropout {dropout!r}, which is no share")
+    rslora = bool(config.get("use_rslora"))
+    return Adapter(str(folder), ordered, rslora, facts.get("base"), base_name, float(dropout))
 
 
 def check_same_base(adapter: Adapter, digest: str, base: str) -> None:
@@ -176,7 +182,8 @@ def lora_of(adapter: Adapter, model: Model) -> dict[str, Any]:
     alpha = float(f"{scale * (math.sqrt(rank) if adapter.rslora else rank):.12g}")
     everything = set(adapter.layers) == set(adapted_layers(model))
     targets = () if everything else tuple(adapter.layers)
-    return {"rank": rank, "alpha": alpha, "rslora": adapter.rslora, "targets": targets}
+    settings = {"rank": rank, "alpha": alpha, "rslora": adapter.rslora, "targets": targets}
+    return settings | ({"dropout": adapter.dropout} if adapter.dropout else {})
 
 
 # -- merging
@@ -293,7 +300,7 @@ def _config(model: Model, adapter: Adapter, ranks: Mapping[str, int]) -> dict[st
         "base_model_name_or_path": adapter.base_name,
         "r": rank,
         "lora_alpha": alpha(rank),
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rslora,
         "target_modules": _target_modules(model, set(ranks)),
         "rank_pattern": others,

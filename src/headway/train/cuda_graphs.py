@@ -29,7 +29,8 @@ _Shape = tuple[torch.Size, SumScale]
 
 def passes_of(spread: ParallelModel, recipe: Recipe, world: World) -> Passes:
     """Return the passes of a step, eager or captured."""
-    if world.device.type != "cuda" or world.size > 1 or recipe.train.update_in_backward:
+    drops = recipe.lora is not None and recipe.lora.dropout > 0  # a replay would need each step's seed
+    if world.device.type != "cuda" or world.size > 1 or recipe.train.update_in_backward or drops:
         return spread.passes
     asked = recipe.train.cuda_graphs
     return GraphedPasses(spread) if (_host_is_slower(spread, recipe) if asked is None else asked) else spread.passes

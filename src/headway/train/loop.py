@@ -30,6 +30,7 @@ from headway.train.objectives import NextToken
 from headway.train.optim import clip, set_step
 from headway.train.optimizer_in_backward import early_updates
 from headway.train.replica_check import ReplicaChecker
+from headway.train.rng import seed_step
 from headway.train.save import SaveClient
 from headway.train.schedule import learning_rate
 
@@ -75,6 +76,8 @@ def train(
         rate = learning_rate(recipe.train, step)
         set_step(optimizer.param_groups, step, rate)
         waited = None if early is None else saves.fence()
+        if recipe.lora is not None and recipe.lora.dropout:
+            seed_step(recipe.seed, step, world)
         values = passes(rows, counts.scale)
         parts.faults.reach("collective", step, cursor - batch)
         values = parts.faults.spoil(values, step)

@@ -1,10 +1,21 @@
 """Random state: to and from a checkpoint."""
 
 import base64
+import hashlib
 
 import torch
 
 from headway.parallel import World
+
+
+def seed_step(seed: int, step: int, world: World) -> None:
+    """Seed this worker's random numbers for a step, so that they do not depend on the steps before it.
+
+    Workers of a tensor axis have the same numbers: an input that all of them have is dropped alike.
+    """
+    place = (world.data.rank, world.axis("pipeline").rank)
+    key = hashlib.sha256(f"{seed}/{step}/{place}".encode()).digest()
+    torch.manual_seed(int.from_bytes(key[:8], "little") >> 1)
 
 
 def rng_state(world: World) -> torch.Tensor:
