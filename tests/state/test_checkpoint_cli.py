@@ -149,7 +149,7 @@ def test_verify(run: Path) -> None:
     damage(run, 10)
     text, error = call(run, "verify", "demo")
     assert isinstance(error, StateError)
-    assert "1 of 2 checkpoints of demo-1a2b are damaged: step 10" in error.message
+    assert "1 of 2 checkpoints of demo-1a2b is damaged: step 10" in error.message
     assert "step 20: ok" in text
     assert "rank-00000.safetensors is damaged: the checksum of tensor" in text
     text, error = call(run, "verify", "demo@20", "--json")
