@@ -300,12 +300,13 @@ def test_cheapest_change_is_suggested_first():
     task, cluster = TrainingTask(replace(DENSE, layers=48), 8192, 64), parse_on("h100x8")
     fixed = SearchSpace(mesh=Mesh(shard=8), microbatches=(8,), recompute=("none",))
     sentence = smallest_change(task, cluster, fixed).sentence
-    full, small = replace(fixed, recompute=("full",)), replace(fixed, microbatches=(1,))
+    full, small = replace(fixed, recompute=("full",)), replace(fixed, microbatches=(2,))
     assert least(task, cluster, fixed) > 80
+    assert least(task, cluster, replace(fixed, microbatches=(4,))) > 80
     assert max(least(task, cluster, full), least(task, cluster, small)) < 80
     wanted = [least(task, cluster, fixed), 80, least(task, cluster, small), least(task, cluster, full)]
     assert numbers(sentence)[:4] == pytest.approx(wanted, abs=0.051)
-    assert sentence.index("with train.microbatch=1 (") < sentence.index("with train.recompute=full (")
+    assert sentence.index("with train.microbatch=2 (") < sentence.index("with train.recompute=full (")
 
 
 def llama(*settings: str) -> Recipe:
@@ -323,7 +324,7 @@ def hint_of(recipe: Recipe, cluster: Cluster, mesh: Mesh | None = None) -> FitAd
 @pytest.mark.parametrize(
     ("settings", "on", "mesh", "first"),
     [
-        (["train.microbatch=64", "train.recompute=none"], "h100x8", None, "train.microbatch=1"),
+        (["train.microbatch=64", "train.recompute=none"], "h100x8", None, "train.microbatch=4"),
         (["train.microbatch=4", "train.recompute=none"], "h100x8", Mesh(shard=8), "train.microbatch=1"),
         (["train.microbatch=1", "train.recompute=none", "train.memory_gb=50"], "h100x8", Mesh(shard=8), None),
         ([], "h200x1", None, "train.moments=bfloat16"),
@@ -335,6 +336,7 @@ def hint_of(recipe: Recipe, cluster: Cluster, mesh: Mesh | None = None) -> FitAd
         (["train.memory_gb=26"], "h100x8", Mesh(shard=8), "train.moments=bfloat16"),
         (["train.memory_gb=14"], "h100x8", Mesh(shard=8), None),
         (["train.memory_gb=16"], "h100x8x4", Mesh(replicate=4, shard=8), None),
+        (["data.seq=4194304", "train.batch=8"], "h100x8", None, "data.seq=524288"),
     ],
     ids=str,
 )
@@ -363,7 +365,7 @@ def cost(change: Change) -> int:
     if change.mesh is not None and not change.settings:
         return 6 if change.mesh.pipeline > 1 else 5 if change.mesh.tensor > 1 else 4
     keys = [setting.partition("=")[0] for setting in change.settings]
-    places = {"train.microbatch": 1, "train.recompute": 2, "train.recompute_blocks": 2}
+    places = {"train.microbatch": 1, "train.recompute": 2, "train.recompute_blocks": 2, "data.seq": 8}
     return max(places.get(key, 3) for key in keys)
 
 

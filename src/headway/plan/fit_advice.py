@@ -1,6 +1,8 @@
 """What makes a model fit in memory, cheapest first: settings, then meshes of the same devices, then more devices.
 
-Only what the trainer runs is suggested, and only what the memory model says fits.
+Shorter sequences, which change what is trained, are the last resort: without context parallelism no number of devices
+helps a sequence that is too long for one. Only what the trainer runs is suggested, and only what the memory model says
+fits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -89,7 +91,8 @@ def smallest_change(task: TrainingTask, cluster: Cluster, choices: SearchSpace, 
             return FitAdvice(smallest, tuple(changes), cluster)
     if not changes:
         changes += _combined(task, cluster, choices, states)
-    return FitAdvice(smallest, (*changes, *_more_nodes(task, cluster, choices)), cluster)
+    changes += _more_nodes(task, cluster, choices)
+    return FitAdvice(smallest, tuple(changes or _shorter_sequences(task, cluster, choices)), cluster)
 
 
 def _kind(change: Change) -> tuple[str, ...]:
@@ -112,6 +115,7 @@ Step = tuple[Change, TrainingTask, SearchSpace]
 
 def _single_changes(task: TrainingTask, cluster: Cluster, choices: SearchSpace, states: States) -> Iterator[Step]:
     """Untried changes on the same devices, cheapest first."""
+    yield from _smaller_microbatches(task, choices)
     yield from _pass_changes(task, choices)
     for settings, software in states:
         yield Change(settings), replace(task, software=software), choices
@@ -119,8 +123,17 @@ def _single_changes(task: TrainingTask, cluster: Cluster, choices: SearchSpace, 
         yield Change(mesh=mesh), task, replace(choices, mesh=mesh)
 
 
+def _smaller_microbatches(task: TrainingTask, choices: SearchSpace) -> Iterator[Step]:
+    """Divisors of a stated microbatch, the largest first: the less it shrinks, the less speed it costs."""
+    if choices.microbatches is not None:
+        stated = min(choices.microbatches)
+        for microbatch in reversed(divisors(stated, stated - 1)):
+            change = Change((f"train.microbatch={microbatch}",))
+            yield change, task, replace(choices, microbatches=(microbatch,))
+
+
 def _pass_changes(task: TrainingTask, choices: SearchSpace) -> Iterator[Step]:
-    """Smaller passes, and recomputation, if the recipe states otherwise."""
+    """The smallest passes, and recomputation, if the recipe states otherwise."""
     if choices.microbatches is not None and min(choices.microbatches) > 1:
         yield Change(("train.microbatch=1",)), task, replace(choices, microbatches=(1,))
     if "full" not in choices.recompute or choices.blocks is not None:
@@ -186,6 +199,17 @@ def _more_nodes(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> l
     counts = [*range(low + 1, high, max(1, (high - low) // MOST_PROBES)), high]
     nodes, peak = next((nodes, peak) for nodes in counts if (peak := fits(nodes)) is not None)
     return [Change(mesh=grown(nodes), nodes=nodes, total_bytes=peak.total)]
+
+
+def _shorter_sequences(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> list[Change]:
+    """The longest half, quarter and so on of the sequences that fits, if any."""
+    seq = task.seq // 2
+    while seq > 0:
+        peak = _smallest_peak(replace(task, seq=seq), cluster, choices)
+        if peak is not None and peak.fits:
+            return [Change((f"data.seq={seq}",), total_bytes=peak.total)]
+        seq //= 2
+    return []
 
 
 def _smallest_peak(task: TrainingTask, cluster: Cluster, choices: SearchSpace) -> PeakMemory | None:
