@@ -1,11 +1,11 @@
 """Whether post-training teaches a real model something: SFT, LoRA and DPO of a chat model on grade-school mathematics.
 
-    python benchmarks/post_training_learning.py MODEL GSM8K [--rows 2000] [--steps 100] [--batch 16] [--json FILE]
+    python benchmarks/post_training_learning.py MODEL GSM8K [--rows 2000] [--steps 60] [--batch 16] [--seq 1024]
+        [--only sft,lora,dpo] [--json FILE]
 
 MODEL is a folder with a chat template, such as SmolLM2-135M-Instruct; GSM8K a folder with train.jsonl (question and
-answer). SFT trains on questions and answers; DPO prefers an answer over that of another question with a wrong result,
-from where SFT ended. The loss on held-out chats, and the margin and accuracy on held-out pairs, are shown from before
-the first step to the last.
+answer). SFT trains on questions and answers; DPO prefers the answer of a question over that of another one. The loss
+on held-out chats, and the margin and accuracy on held-out pairs, are shown from before the first step to the last.
 """
 
 import argparse
@@ -50,8 +50,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("gsm8k", type=Path)
     parser.add_argument("--rows", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--only", default="sft,lora,dpo", help="methods, by commas")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -67,13 +69,15 @@ def main() -> None:
         for run, kind, init, more in (
             ("sft", "sft", arguments.model, {"train.lr": 2e-5}),
             ("lora", "sft", arguments.model, {"train.lr": 5e-4, "lora.rank": 16, "lora.alpha": 32}),
-            ("dpo", "dpo", "sft", {"train.lr": 2e-6}),
+            ("dpo", "dpo", arguments.model, {"train.lr": 5e-6}),
         ):
+            if run not in arguments.only.split(","):
+                continue
             settings: dict[str, Any] = {
                 "model.init": init,
                 "objective.kind": kind,
                 "data.path": str(folder / ("pairs" if kind == "dpo" else "chats")),
-                "data.seq": 1024,
+                "data.seq": arguments.seq,
                 "data.holdout": 0.05,
                 "train.steps": arguments.steps,
                 "train.batch": arguments.batch,
@@ -91,7 +95,13 @@ def main() -> None:
             for row in results[run]:
                 print("  " + "  ".join(f"{key} {value:g}" for key, value in row.items()), flush=True)
     if arguments.json is not None:
-        facts = {"rows": arguments.rows, "steps": arguments.steps, "batch": arguments.batch, "held_out": results}
+        facts = {
+            "rows": arguments.rows,
+            "steps": arguments.steps,
+            "batch": arguments.batch,
+            "seq": arguments.seq,
+            "held_out": results,
+        }
         arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 

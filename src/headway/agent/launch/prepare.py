@@ -33,12 +33,12 @@ from headway.evals.task import shipped_tasks
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
 from headway.recipe import Data, Eval, FaultPlan, Model, Parallel, Recipe, changed_keys, check_resumable, with_settings
+from headway.recipe.find_own_code import check_class
 from headway.recipe.huggingface import read_model
 from headway.recipe.lora import adapted_layers
 from headway.recipe.objective import CustomObjective, Reward
 from headway.recipe.patterns import matched
 from headway.recipe.upgrade import upgrade_recipe
-from headway.recipe.user_code import check_class
 from headway.state import find_checkpoint, list_checkpoints
 from headway.state.address import is_in_store, open_address
 from headway.state.base_weights import base_digest, check_base

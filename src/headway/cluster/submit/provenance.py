@@ -12,7 +12,7 @@ from typing import Any
 
 from headway.errors import UsageError
 from headway.recipe import Recipe
-from headway.recipe.user_code import find_package
+from headway.recipe.find_own_code import find_package
 from headway.track import RunFolder, write_json
 
 RECORD, FOLDER = "code.json", "code"

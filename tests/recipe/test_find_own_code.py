@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import RecipeError
-from headway.recipe.user_code import check_class
+from headway.recipe.find_own_code import check_class
 
 
 @pytest.fixture
