@@ -1,6 +1,7 @@
 """Tables at 80 columns, whatever the names are, and at 60."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from headway.cli.report import report
 from headway.cli.runs import runs
 from headway.cli.stacks import _worker
 from headway.cli.text import next_line, shortened, wrap_lines
-from headway.cluster.engines.engine import JobStatus, LaunchRequest
+from headway.cluster.engines.engine import JobStatus, LaunchRequest, State
 from headway.cluster.engines.submissions import Submission
 from headway.cluster.submit.runs import SubmittedRun
 from headway.recipe.shipped import shipped_folder
@@ -48,7 +49,21 @@ def test_long_names_are_not_cut_and_lines_fit_80_columns(run: str, job: str, eng
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == ["run", run, "short"]
     assert lines[1].split()[0] == "state"
-    assert lines[3].split()[:2] == ["running", engine]
+    assert lines[lines.index(run) + 1].split()[:2] == ["running", engine]
+
+
+@pytest.mark.parametrize(("state", "lines_per_job"), [("failed", 2), ("impossible", 3)])
+def test_jobs_show_every_column_at_60_columns(state: State, lines_per_job: int, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    job = standing("tonight", job="b75eadb2", engine="local", on="h100x8x16")
+    job = replace(job, status=replace(job.status, state=state, starts=12))
+    lines = _table([job])
+    head, row = lines[:lines_per_job], lines[lines_per_job : 2 * lines_per_job]
+    assert " ".join(head).split() == ["run", "state", "engine", "job", "on", "starts", "submitted"]
+    submitted = time.strftime("%m-%d %H:%M", time.localtime(job.submission.time))
+    assert " ".join(row).split() == ["tonight", state, "local", "b75eadb2", "h100x8x16", "12", *submitted.split()]
+    assert max(map(len, lines)) <= 60
+    assert row[-1].index("12") + 2 == head[-1].index("starts") + len("starts")
 
 
 def test_reason_of_a_failed_job_is_not_cut() -> None:

@@ -11,6 +11,9 @@ from headway.cluster.submit.runs import SubmittedRun, submitted_runs
 from headway.cluster.submit.sweeps import Sweep, find_sweep
 from headway.track import command, runs_root
 
+WIDTHS = (3, 10, 7, 10, 12, 6, 11)
+"""Of the columns, at least; only as wide as the cells where a job's line has no room for that."""
+
 
 def jobs(runs: Runs = None, json: Json = False) -> None:
     """List submitted jobs and their state, most recently active first."""
@@ -28,30 +31,28 @@ def jobs(runs: Runs = None, json: Json = False) -> None:
 
 
 def _table(submitted: list[SubmittedRun]) -> list[str]:
-    """Return one line per job, or two where run and job do not fit into one."""
-    width = max(len("run"), *(len(job.run.name) for job in submitted))
-    job_width = max(10, *(len(job.submission.job) for job in submitted))
-    heads = ("state", "engine", "job", "on", "starts", "submitted")
-    rest = [_cells(heads, job_width), *(_cells(_words(job), job_width) for job in submitted)]
-    wide = width + 2 + max(map(len, rest)) > columns()
-    lines = list[str]()
-    for name, cells, under in zip(
-        ("run", *(job.run.name for job in submitted)), rest, ([], *(_under(job) for job in submitted)), strict=True
-    ):
-        lines += [name, shortened(f"  {cells}", columns())] if wide else [f"{name:{width}}  {cells}"]
-        lines += under
-    return lines
+    """Return one line per job, or two or three where its columns do not fit into one."""
+    words: list[tuple[str, ...]] = [("run", "state", "engine", "job", "on", "starts", "submitted")]
+    words += [(job.run.name, *_words(job)) for job in submitted]
+    widths = [max(map(len, column)) for column in zip(*words, strict=True)]
+    rows = [[_line(row, list(map(max, widths, WIDTHS)))] for row in words]
+    if max(len(line) for (line,) in rows) > columns():
+        parts = [slice(1, 7)] if sum(widths[1:]) + 2 * 6 <= columns() else [slice(1, 5), slice(5, 7)]
+        rows = [
+            [row[0], *(shortened(f"  {_line(row[part], widths[part])}", columns()) for part in parts)] for row in words
+        ]
+    under = [list[str](), *map(_under, submitted)]
+    return [line for row, lines in zip(rows, under, strict=True) for line in (*row, *lines)]
 
 
-def _cells(cells: tuple[str, ...], jobs: int) -> str:
-    state, engine, job, on, starts, submitted = cells
-    return f"{state:10}  {engine:7}  {job:{jobs}}  {on:12}  {starts:>6}  {submitted:11}".rstrip()
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    return "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def _words(job: SubmittedRun) -> tuple[str, ...]:
     status, submission = job.status, job.submission
     submitted = time.strftime("%m-%d %H:%M", time.localtime(submission.time))
-    return status.state, submission.engine, submission.job, submission.on, str(status.starts), submitted
+    return status.state, submission.engine, submission.job, submission.on, f"{status.starts:6}", submitted
 
 
 def _under(job: SubmittedRun) -> list[str]:

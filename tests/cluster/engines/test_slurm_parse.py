@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import stat
 import subprocess
 import time
@@ -405,7 +406,10 @@ def test_only_release_and_cancel_act_on_stuck_jobs(tmp_path: Path, path: Path) -
     assert SlurmEngine(tmp_path / "records", cleared_s=60).release(job)
     wait_s = int(acts.read_text().splitlines()[1].rpartition("now+")[2].removesuffix("seconds"))
     assert 0 < wait_s <= 60
-    held(9)  # released before
+    held(9)  # released before: nothing helps it along
+    status = engine.status([job])[job]
+    assert (status.state, status.remedy) == ("waiting", "")
+    assert re.fullmatch(r"starts at \d\d:\d\d:\d\d or later", status.reason)
     assert engine.release(job)
     assert len(acts.read_text().splitlines()) == 2
 

@@ -243,7 +243,8 @@ class SlurmEngine(Engine):
                 script = replace(script, ended=0)  # not every user may write the last comment
             if task.number != numbers[name]:  # submitted again meanwhile
                 row = SlurmJobRow("PENDING", "Dependency")
-            status = task.with_log_location(job_status(row, script))
+            is_released = row is not None and row.begin is not None and self._release_in(row.begin) is None
+            status = task.with_log_location(job_status(row, script, is_released=is_released))
             if task.key and row is None and script.ended is None and not script.cancelled:
                 status = replace(status, state="unknown", reason="Slurm has forgotten it")
             views[name] = row, status
@@ -266,19 +267,22 @@ class SlurmEngine(Engine):
     def release(self, job: str) -> bool:
         """See Engine: lift the hold of two minutes after a requeue, and requeue a job whose script was lost with its
         machine. The next start still waits until Slurm can tell it from the last."""
-        released, now = False, time.time()
+        released = False
         tasks = self._tasks(job)
         views = self._views({job: tasks})
         for task in tasks:
             row, status = views[task.id]
-            if row is None or status.remedy != "requeue":
-                continue
-            if row.begin is None or row.held_since() is None:
+            if row is not None and row.begin is not None and row.held_since() is not None and status.state == "waiting":
+                if (wait_s := self._release_in(row.begin)) is not None:
+                    self._run("scontrol", "update", f"JobId={task.number}", f"StartTime=now+{wait_s}seconds")
+                released = True
+            elif row is not None and status.remedy == "requeue":
                 self._run("scontrol", "requeue", task.number)
-            elif (wait_s := release_in(row.begin, now, self.cleared_s)) is not None:
-                self._run("scontrol", "update", f"JobId={task.number}", f"StartTime=now+{wait_s}seconds")
-            released = True
+                released = True
         return released
+
+    def _release_in(self, begin: float) -> int | None:
+        return release_in(begin, time.time(), self.cleared_s)
 
     def cancel(self, job: str) -> None:
         """See Engine. The mark in its folder keeps the job from being restarted."""

@@ -257,10 +257,16 @@ def _minutes(text: str) -> int | None:
     return (int(days or 0) * 24 + hours) * 60 + minutes
 
 
-def job_status(row: SlurmJobRow | None, script: ScriptState) -> JobStatus:
-    """The state of a job: from Slurm while it is live; once it is over, from what its script recorded."""
+def job_status(row: SlurmJobRow | None, script: ScriptState, *, is_released: bool = False) -> JobStatus:
+    """The state of a job: from Slurm while it is live; once it is over, from what its script recorded.
+
+    `is_released`: its hold was lifted before, or ends as soon as a release would have it end.
+    """
     status = _status(row, script)
     status = replace(status, remedy=_remedy(row, status, script)) if row is not None else status
+    if row is not None and row.held_since() is not None and status.remedy and is_released:
+        begin = time.strftime("%H:%M:%S", time.localtime(row.begin))
+        status = replace(status, reason=f"starts at {begin} or later", remedy="")
     if not script.starts:
         return status
     return replace(status, reason="; ".join(filter(None, (_interruption(status, script), status.reason))))
