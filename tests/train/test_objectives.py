@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from headway.data.loader import Batch
 from headway.errors import DataError, ModelError
+from headway.parallel import World
 from headway.parallel.objective import DeviceBatch, SumScale, by_document, loss_of
 from headway.recipe import Recipe
 from headway.recipe.objective import CustomObjective, Dpo, Kto, Orpo, Pretrain, Sft, SimPo
@@ -19,7 +21,8 @@ from headway.train.feed import on_device
 from headway.train.loop import global_counts
 from headway.train.objectives import make_objective
 from headway.train.objectives.base import labels_per_document
-from headway.train.objectives.reference import column_file
+from headway.train.objectives.reference import ScoringProgress, column_file
+from headway.train.stop import StoppedEarly, StopRequest
 
 SEQ, WIDTH = 40, 6
 EXACT = {"rtol": 1e-5, "atol": 1e-5}
@@ -328,3 +331,15 @@ def test_reference_column_is_another_for_other_weights_or_precision(tmp_path):
     assert len(set(names)) == len(names)
     assert file_of(b"a", lora=lora) == file_of(b"a"), "adapters begin as zero: the base is the reference"
     assert file_of(b"a", train={"lr": 1e-5}) == file_of(b"a")
+
+
+def test_scoring_stops_on_request_where_all_workers_agree() -> None:
+    """Between two percents nothing is asked: workers would have to answer at different rows."""
+    recorder, stop = Mock(), StopRequest()
+    progress = ScoringProgress(World(0, 1, torch.device("cpu")), recorder, Mock(), stop, "reference")
+    progress.mark(0, 20, 1000)
+    assert recorder.event.call_args.kwargs == {"of": "reference", "done": 20, "total": 1000}
+    stop.asked = True
+    progress.mark(21, 25, 1000)
+    with pytest.raises(StoppedEarly):
+        progress.mark(25, 31, 1000)

@@ -50,7 +50,7 @@ from headway.train.heartbeat_hooks import add_heartbeat_hooks
 from headway.train.meter import Meter, make_meter
 from headway.train.objectives import CountedObjective, NextToken, make_objective
 from headway.train.objectives.preference import REFERENCE
-from headway.train.objectives.reference import WithReference, mark_scored, reference_column
+from headway.train.objectives.reference import ScoringProgress, WithReference, reference_column
 from headway.train.objectives.teacher import WithTeacher, load_teacher, stored_targets
 from headway.train.optim import WeightEma, build_optimizer, freeze, lower, widen_gradients
 from headway.train.restore import restore
@@ -148,7 +148,7 @@ def build(
         else:
             beat.enter("evaluate")
             with recorder.span("evaluation"):
-                mark = partial(mark_scored, recorder if world.first else None, beat, "teacher")
+                mark = ScoringProgress(world, recorder, beat, stop, "teacher").mark
                 stored = stored_targets(recipe, recipe.objective, corpus, world, mark, load, run.name)
                 reader = WithTeacher(reader, stored)
     if REFERENCE in objective.columns:
@@ -156,7 +156,7 @@ def build(
         with recorder.span("evaluation"):
             drawn = state is None or bool(base)
             first_weights = None if drawn else partial(draw_weights, spread.model, recipe, held, run)
-            mark = partial(mark_scored, recorder if world.first else None, beat, "reference")
+            mark = ScoringProgress(world, recorder, beat, stop, "reference").mark
             reader = WithReference(reader, reference_column(recipe, corpus, spread, world, mark, first_weights))
     optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
     average = WeightEma(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None

@@ -3,6 +3,10 @@
 import signal
 
 
+class StoppedEarly(Exception):
+    """All workers leave before the first step: there is nothing to save."""
+
+
 class StopRequest:
     """Set by a signal, read by the loop."""
 

@@ -25,7 +25,7 @@ from headway.train.numerics import NumericsMonitor
 from headway.train.parity_trial import trial
 from headway.train.restore import open_state
 from headway.train.save import SaveClient
-from headway.train.stop import StopRequest
+from headway.train.stop import StoppedEarly, StopRequest
 
 FINISHED, FAILED, RECORD_LOST, STOPPED = 0, 1, 74, 75
 
@@ -57,6 +57,8 @@ def main(line: Channel) -> int:
             init_custom_model(run, recipe, assignment.workers)
             return FINISHED
         return FINISHED if work(assignment, recipe, recorder, stop, line, message) else STOPPED
+    except StoppedEarly:
+        return STOPPED
     except Exception as error:
         traceback.print_exc()
         reported = explain(error, recipe)

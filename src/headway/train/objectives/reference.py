@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from headway.track import Recorder
 from headway.track.heartbeat import HeartbeatWriter
 from headway.train.feed import local_rows
 from headway.train.objectives.preference import REFERENCE
+from headway.train.stop import StoppedEarly, StopRequest
 
 FOLDER = ".columns"
 """Folder inside a dataset with columns that were computed."""
@@ -166,8 +168,23 @@ def score_samples(
     return world.sum(values_S).float().numpy()
 
 
-def mark_scored(recorder: Recorder | None, beat: HeartbeatWriter, of: str, before: int, done: int, total: int) -> None:
-    """Show progress of a reference's or teacher's scores, at every percent."""
-    beat.mark()
-    if recorder is not None and before * 100 // total < done * 100 // total:
-        recorder.event("reference", of=of, done=done, total=total)
+@dataclass(frozen=True)
+class ScoringProgress:
+    """Shows how far a reference's or teacher's scores are, and stops computing them on request."""
+
+    world: World
+    recorder: Recorder
+    beat: HeartbeatWriter
+    stop: StopRequest
+    of: str
+    """What is computed: reference or teacher."""
+
+    def mark(self, before: int, done: int, total: int) -> None:
+        """Take the rows done before a pass of all workers, after it, and in all; raise StoppedEarly on request."""
+        self.beat.mark()
+        if before * 100 // total == done * 100 // total:  # the same rows, and so the same answer, on all workers
+            return
+        if self.world.first:
+            self.recorder.event("reference", of=self.of, done=done, total=total)
+        if self.world.any(self.stop.asked):
+            raise StoppedEarly
