@@ -25,6 +25,8 @@ if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
 # Testers are as many as cores: second threads would only wait for each other, which takes as much of a core as work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As in workers: on ARM oneDNN leaves /tmp/perf-PID.map behind every process that computes, and tests start thousands.
+os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
 
 from headway.agent import Attempt, AttemptOutcome, new_run, resume_run, supervise_run
 from headway.agent.workers.zygote import ZygoteClient
