@@ -192,6 +192,9 @@ def test_wrong_requests_are_the_client_s_fault(served: Served, path: str, body: 
 def test_bodies_that_are_no_json_or_too_large_are_refused(served: Served) -> None:
     answer = httpx.post(f"{served.url}/v1/completions", content=b"{nonsense", headers=JSON)
     assert (answer.status_code, "not JSON" in answer.text) == (400, True)
+    plain = {"Content-Type": "text/plain"}
+    answer = httpx.post(f"{served.url}/v1/completions", content=b'{"prompt": "a"}', headers=plain)
+    assert (answer.status_code, "Content-Type is not application/json" in answer.text) == (400, True)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
     with socket.create_connection(served.socket.getsockname()) as raw:
         raw.sendall(head)

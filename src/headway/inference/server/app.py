@@ -359,6 +359,8 @@ async def _invalid(_: Request, error: RequestValidationError | ValidationError) 
     name = place[0] if place else None  # what follows names the alternatives of a union
     if mistake["type"] == "json_invalid":
         name, message = None, f"the body is not JSON: {mistake['ctx']['error']}"
+    elif not place and mistake["type"] == "model_attributes_type":
+        message = "the body is no JSON object, or its Content-Type is not application/json"
     elif mistake["type"] == "extra_forbidden":
         message = f"unknown field {'.'.join(place)}"
     elif name == "prompt" and mistake["type"] != "missing":
