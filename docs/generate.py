@@ -134,15 +134,22 @@ def families(name: str, field: dict[str, Any], schema: dict[str, Any]) -> Iterat
 
 def kinds(name: str, field: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
     """Yield a section whose `kind` decides which keys it has."""
-    variants = [definition(option["$ref"], schema) for option in field["oneOf"]]
-    names = ", ".join(toml(section["properties"]["kind"]["const"]) for section in variants)
+    refs = dict.fromkeys(option["$ref"] for option in field["oneOf"])  # presets share a section
+    variants = [definition(ref, schema) for ref in refs]
+    names = ", ".join(map(toml, (kind for section in variants for kind in kinds_of(section))))
     default = toml(variants[0]["properties"]["kind"]["default"])
     yield from ("", f"## [{name}]", "", field["description"], "")
     yield from item(f"`{name}.kind` (one of {names}, default {default}): Which one it is.")
     for section in variants:
-        yield from heading(f"### kind = {toml(section['properties']['kind']['const'])}", section)
+        yield from heading(f"### kind = {' or '.join(map(toml, kinds_of(section)))}", section)
         own = {key: value for key, value in section["properties"].items() if key != "kind"}
         yield from keys(f"{name}.", own, section)
+
+
+def kinds_of(section: dict[str, Any]) -> list[str]:
+    """Return the values of `kind` that have a section."""
+    kind = section["properties"]["kind"]
+    return list(kind["enum"]) if "enum" in kind else [kind["const"]]
 
 
 def common_keys(sections: list[dict[str, Any]]) -> set[str]:

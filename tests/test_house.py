@@ -20,7 +20,7 @@ CONTROL = [
     {"cli", "dashboard"},
     {"cluster", "chaos"},
     {"agent"},
-    {"plan", "evals"},
+    {"plan", "evals", "rl"},
     {"state", "data"},
     {"track", "hardware"},
     {"recipe"},

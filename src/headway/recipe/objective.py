@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
 from headway.recipe.own_code import OWN_NAME
+from headway.recipe.policy import PRESETS, PolicyGradient
 from headway.recipe.section import Section
 
 Beta = Annotated[float, Field(gt=0, le=100)]
@@ -129,6 +130,7 @@ KINDS: dict[str, type[Section]] = {
     "reward": Reward,
     "distill": Distill,
     "custom": CustomObjective,
+    **dict.fromkeys(PRESETS, PolicyGradient),
 }
 """By `objective.kind`."""
 
@@ -140,7 +142,7 @@ def _tag(values: Any) -> str:
 
 
 if TYPE_CHECKING:
-    AnyObjective = Pretrain | Sft | Dpo | Orpo | SimPo | Kto | Reward | Distill | CustomObjective
+    AnyObjective = Pretrain | Sft | Dpo | Orpo | SimPo | Kto | Reward | Distill | CustomObjective | PolicyGradient
 else:
     AnyObjective = Annotated[
         Union[tuple(Annotated[section, Tag(kind)] for kind, section in KINDS.items())],  # noqa: UP007

@@ -16,6 +16,8 @@ from headway.recipe.families.llama import Llama
 from headway.recipe.lora import Lora
 from headway.recipe.objective import AnyObjective, Distill, Pretrain, Reward
 from headway.recipe.own_code import OWN_NAME
+from headway.recipe.policy import PolicyGradient
+from headway.recipe.rl import Rl
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 from headway.recipe.train import Train
 
@@ -166,6 +168,8 @@ class Recipe(Section):
     """What to minimize."""
     train: Train = Field(default_factory=Train)
     """How to train."""
+    rl: Rl | None = None
+    """How the answers that a policy objective learns from are sampled and scored."""
     lora: Lora | None = None
     """Train low-rank adapters on a frozen base; without this section all weights are trained."""
     parallel: Parallel | None = None
@@ -198,7 +202,30 @@ class Recipe(Section):
             raise ValueError(f"model.reward needs objective.kind = reward, not {self.objective.kind}")
         if isinstance(self.objective, Distill) and self.model.class_ is not None:
             raise ValueError("objective distill needs one of Headway's decoders, not model.class")
+        _check_rl(self)
         return self
+
+
+def _check_rl(recipe: Recipe) -> None:
+    """Raise for settings that reinforcement learning needs or excludes."""
+    objective, rl = recipe.objective, recipe.rl
+    if not isinstance(objective, PolicyGradient):
+        if rl is not None:
+            raise ValueError(f"[rl] has no effect with objective.kind = {objective.kind}: use grpo or another policy")
+        return
+    if rl is None:
+        wrong, hint = f"objective {objective.kind} needs a section [rl]", "--set rl.rewards='[\"math\"]'"
+        raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
+    if recipe.model.class_ is not None:
+        raise ValueError(f"objective {objective.kind} needs one of Headway's decoders, not model.class")
+    if rl.max_tokens >= recipe.data.seq:
+        raise ValueError(
+            f"rl.max_tokens is {rl.max_tokens}, but data.seq, which holds prompt and answer, is {recipe.data.seq}"
+        )
+    if recipe.train.batch_ramp:
+        raise ValueError(f"train.batch_ramp has no effect with objective {objective.kind}")
+    if rl.samples == 1 and objective.advantage != "batch":
+        raise ValueError(f'rl.samples is 1, but advantage = "{objective.advantage}" compares answers: use 2 or more')
 
 
 def _check_reward(recipe: Recipe) -> None:
