@@ -66,6 +66,6 @@ def test_no_worker_allocates_the_whole_model(meshes: list[dict[str, int]], tmp_p
     largest = 4 * MODEL["dim"] * MODEL["hidden"]
     for rank, result in enumerate(run_ranks(tmp_path, 4, story, recipes)):
         for mesh, grown in zip(meshes, result["grown"].tolist(), strict=True):
-            # its own quarter (a pipeline's ends have a table more), one tensor on its way, and what else a process takes
+            # its own quarter (a pipeline's ends have a table more), one tensor on its way, and what else it takes
             message = f"worker {rank} of {mesh}: {grown / MB:.0f} MB of {whole / MB:.0f}"
             assert grown < 0.3 * whole + 2 * largest + 25 * MB, message
