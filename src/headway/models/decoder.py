@@ -113,9 +113,12 @@ class Decoder(nn.Module):
         loss: Tensor = self.loss(x_BLD, self.output_weight, labels_BL)
         return loss
 
-    def logprobs(self, tokens_BL: Tensor, labels_BL: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the log-probability of each label [B, L], in float32; 0 where it is -100."""
-        scores_BL: Tensor = self.loss.logprobs(self.hidden(tokens_BL, documents), self.output_weight, labels_BL)
+    def logprobs(
+        self, tokens_BL: Tensor, labels_BL: Tensor, documents: Tensor | None = None, *, temperature: float = 1.0
+    ) -> Tensor:
+        """Return the log-probability of each label [B, L], in float32, of logits / temperature; 0 where it is -100."""
+        x_BLD = self.hidden(tokens_BL, documents)
+        scores_BL: Tensor = self.loss.logprobs(x_BLD, self.output_weight, labels_BL, temperature)
         return scores_BL
 
     def rewards(self, tokens_BL: Tensor, documents: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headway.models.loss import IGNORED, autocast, chunk_rows
+from headway.models.loss import IGNORED, at_temperature, autocast, chunk_rows
 from headway.models.top_k import VocabularyShare, logprobs_among, top_k_logprobs
 from headway.parallel.collectives import copied, gathered
 from headway.parallel.local_part import to_local
@@ -46,7 +46,13 @@ def shared_loss(
 
 
 def shared_logprobs(
-    axis: Axis, by_sequence: bool, softcap: float | None, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor
+    axis: Axis,
+    by_sequence: bool,
+    softcap: float | None,
+    x_BLD: Tensor,
+    weight_VD: Tensor,
+    labels_BL: Tensor,
+    temperature: float = 1.0,
 ) -> Tensor:
     """`models.loss.Loss.logprobs` with a split head; the same on all workers of the axis."""
     assert axis.group is not None, "an axis of one place shares nothing out"
@@ -54,6 +60,7 @@ def shared_logprobs(
     begin, _ = share_of(vocabulary, axis)
     rows = chunk_rows(x_BLD.device.type, -(-vocabulary // axis.size))
     x_BLD = gathered(x_BLD, SEQUENCE, axis.group) if by_sequence else copied(x_BLD, axis.group)
+    x_BLD, softcap = at_temperature(x_BLD, softcap, temperature)
     x_TD, weight_WD = autocast(x_BLD.flatten(0, 1)), autocast(to_local(weight_VD))
     flat_T: Tensor = _SharedLogprobs.apply(x_TD, weight_WD, labels_BL.flatten(), begin, axis.group, rows, softcap)
     return flat_T.view(labels_BL.shape)

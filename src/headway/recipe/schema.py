@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from headway.recipe.data import Data
 from headway.recipe.families import AnyModel
 from headway.recipe.families.llama import Llama
+from headway.recipe.inference import Inference
 from headway.recipe.lora import Lora
 from headway.recipe.objective import AnyObjective, Distill, Pretrain, Reward
 from headway.recipe.own_code import OWN_NAME
@@ -21,7 +22,7 @@ from headway.recipe.rl import Rl
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 from headway.recipe.train import Train
 
-__all__ = ["Checkpoint", "Data", "Eval", "Health", "Lora", "Parallel", "Recipe", "Store", "Train"]
+__all__ = ["Checkpoint", "Data", "Eval", "Health", "Inference", "Lora", "Parallel", "Recipe", "Store", "Train"]
 
 
 class Parallel(Section):
@@ -180,6 +181,8 @@ class Recipe(Section):
     """When to make the state durable, and what to keep."""
     health: Health = Field(default_factory=Health)
     """What counts as numbers gone wrong, and what to do then."""
+    inference: Inference = Field(default_factory=Inference)
+    """How engines run the model."""
     callbacks: tuple[OwnCallback, ...] = ()
     """Classes of your own that are told about steps and evaluations."""
 

@@ -19,6 +19,7 @@ from headway.errors import ModelError
 from headway.kernels.dispatch import make_plain
 from headway.models import empty_decoder, initial_weight, stored_weights
 from headway.models.custom import build_own
+from headway.models.exact import make_exact
 from headway.models.huggingface import read_weight
 from headway.models.lora import (
     CODES,
@@ -125,6 +126,8 @@ def build(
         add_adapters(model, recipe.lora)
         base = base_names(model)
     freeze(model, recipe.train)
+    if recipe.inference.exact:
+        make_exact(model)
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     measures = None if isinstance(objective, NextToken) else cast(Objective, objective)
