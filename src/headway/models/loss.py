@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from headway.kernels import linear_cross_entropy
 from headway.kernels.dispatch import uses_triton
 from headway.kernels.inputs import IGNORED, autocast
+from headway.models.entropy import logprobs_and_entropy
 from headway.models.top_k import logprobs_among, top_k_logprobs
 
 __all__ = ["IGNORED", "Loss", "autocast", "chunk_rows", "summed_cross_entropy", "token_logprobs"]
@@ -30,10 +31,22 @@ class Loss(nn.Module):
         """Return the loss as a float32 scalar."""
         return summed_cross_entropy(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap, self.z_loss)
 
-    def logprobs(self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
+    def logprobs(self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the log-probability of each label [B, L], in float32; 0 where it is IGNORED."""
-        flat_T = token_logprobs(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap)
+        flat_T = token_logprobs(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap, temperature)
         return flat_T.view(labels_BL.shape)
+
+    def logprobs_and_entropy(
+        self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, temperature: float = 1.0
+    ) -> Tensor:
+        """Return the log-probability of each label, and the entropy of the distribution it is drawn from [B, L, 2]."""
+        labels_T, x_TD = labels_BL.flatten(), x_BLD.flatten(0, 1)
+        if temperature == 1 and uses_triton("loss", x_TD):
+            flat = torch.stack(linear_cross_entropy.token_scores(x_TD, weight_VD, labels_T, self.softcap), dim=1)
+        else:
+            rows = chunk_rows(x_BLD.device.type, weight_VD.shape[0])
+            flat = logprobs_and_entropy(x_TD, weight_VD, labels_T, temperature, self.softcap, rows)
+        return flat.view(*labels_BL.shape, 2)
 
     def logprobs_among(
         self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, ids_BLK: Tensor, temperature: float
@@ -65,14 +78,16 @@ def summed_cross_entropy(
     return _SummedCrossEntropy.apply(x_TD, weight_VD, labels_T, softcap, z_loss if wanted else 0.0, wanted)
 
 
-def token_logprobs(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None) -> Tensor:
-    """Return the log-probability of each label under x @ weight.T, in float32; 0 where it is IGNORED.
+def token_logprobs(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None, temperature: float = 1.0
+) -> Tensor:
+    """Return the log-probability of each label under x @ weight.T / temperature, in float32; 0 where it is IGNORED.
 
     Not all logits are in memory at once: the backward pass computes them again.
     """
-    if uses_triton("loss", x_TD):
+    if temperature == 1 and uses_triton("loss", x_TD):
         return linear_cross_entropy.token_scores(x_TD, weight_VD, labels_T, softcap)[0]
-    flat_T: Tensor = _TokenLogprobs.apply(autocast(x_TD), autocast(weight_VD), labels_T, softcap)
+    flat_T: Tensor = _TokenLogprobs.apply(autocast(x_TD), autocast(weight_VD), labels_T, softcap, temperature)
     return flat_T
 
 
@@ -150,30 +165,35 @@ class _TokenLogprobs(torch.autograd.Function):
     """Log-probabilities of labels in chunks of tokens, whose logits the backward pass computes again."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None, temperature: float
+    ) -> Tensor:
         rows = chunk_rows(x_TD.device.type, weight_VD.shape[0])
         logprobs_T = torch.empty(len(x_TD), dtype=torch.float32, device=x_TD.device)
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            scores, targets, unmasked, _ = _scored(x_TD[here], weight_VD, labels_T[here], softcap)
+            scores, targets, unmasked, _ = _scored(x_TD[here], weight_VD, labels_T[here], softcap, temperature)
             logprobs_T[here] = scores.gather(1, targets).squeeze(1).where(unmasked, 0.0)
         ctx.save_for_backward(x_TD, weight_VD, labels_T)
-        ctx.softcap = softcap
+        ctx.options = softcap, temperature
         return logprobs_T
 
     @staticmethod
     def backward(ctx: Any, factors_T: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_VD, labels_T = ctx.saved_tensors
+        softcap, temperature = ctx.options
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         rows = chunk_rows(x_TD.device.type, weight_VD.shape[0])
         dx_TD = torch.empty_like(x_TD) if wants_x else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            scores, targets, unmasked, bent = _scored(x_TD[here], weight_VD, labels_T[here], ctx.softcap)
+            scores, targets, unmasked, bent = _scored(x_TD[here], weight_VD, labels_T[here], softcap, temperature)
             slope = scores.exp_().neg_()
             slope.scatter_add_(1, targets, torch.ones_like(targets, dtype=slope.dtype))
             slope.mul_(factors_T[here].where(unmasked, 0.0).unsqueeze(1))
+            if temperature != 1:
+                slope.div_(temperature)
             if bent is not None:
                 slope.mul_(1 - bent * bent)
             slope = slope.to(x_TD.dtype)
@@ -181,11 +201,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(slope, weight_VD, out=dx_TD[here])
             if dweight_VD is not None:
                 dweight_VD += slope.T @ x_TD[here]
-        return dx_TD, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype), None, None
+        return dx_TD, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype), None, None, None
 
 
 def _scored(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return log-probabilities [T, V], labels as indices [T, 1], which are not IGNORED, and the soft cap's tanh."""
     unmasked = labels_T != IGNORED
@@ -194,4 +214,6 @@ def _scored(
     if softcap is not None:
         bent = torch.tanh(logits.float() / softcap)
         logits = softcap * bent
+    if temperature != 1:
+        logits = logits.float() / temperature
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32), targets, unmasked, bent

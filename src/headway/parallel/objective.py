@@ -56,6 +56,16 @@ class DistillationObjective(Objective):
     temperature: float
 
 
+class PolicyObjective(Objective):
+    """One whose log-probabilities are at the temperature that answers were sampled at.
+
+    If it wants the entropy of the distribution, too, `measure` gets both [B, L, 2].
+    """
+
+    temperature: float
+    wants_entropy: bool
+
+
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
 """Columns of a teacher: its likeliest tokens [rows, seq, K], and log-probabilities, the last of all other tokens."""
 
@@ -127,6 +137,8 @@ class MeasureHead:
             return self.objective.measure(logprobs_BL, batch)
         assert batch.documents is not None, "only rows of documents are scored by document"
         width = batch.columns["weight"].shape[1]
+        if isinstance(self.objective, PolicyObjective) and self.objective.wants_entropy:
+            logprobs_BL = logprobs_BL[..., 0]
         self._collected.append(by_document(logprobs_BL.detach(), batch.documents, width))
         return logprobs_BL.new_zeros(len(self.objective.names))
 
