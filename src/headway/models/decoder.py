@@ -114,12 +114,19 @@ class Decoder(nn.Module):
         return loss
 
     def logprobs(
-        self, tokens_BL: Tensor, labels_BL: Tensor, documents: Tensor | None = None, *, temperature: float = 1.0
+        self, tokens_BL: Tensor, labels_BL: Tensor, documents: Tensor | None = None, temperature: float = 1.0
     ) -> Tensor:
-        """Return the log-probability of each label [B, L], in float32, of logits / temperature; 0 where it is -100."""
+        """Return the log-probability of each label at a temperature [B, L], in float32; 0 where it is -100."""
         x_BLD = self.hidden(tokens_BL, documents)
         scores_BL: Tensor = self.loss.logprobs(x_BLD, self.output_weight, labels_BL, temperature)
         return scores_BL
+
+    def logprobs_and_entropy(
+        self, tokens_BL: Tensor, labels_BL: Tensor, documents: Tensor | None = None, temperature: float = 1.0
+    ) -> Tensor:
+        """Return the log-probability of each label, and the entropy of the distribution there [B, L, 2]."""
+        x_BLD = self.hidden(tokens_BL, documents)
+        return self.loss.logprobs_and_entropy(x_BLD, self.output_weight, labels_BL, temperature)
 
     def rewards(self, tokens_BL: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the reward at each position [B, L], in float32; a document's is that of its last token."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from headway.kernels import linear_cross_entropy
 from headway.kernels.dispatch import uses_triton
 from headway.kernels.inputs import IGNORED, autocast
+from headway.models.entropy import logprobs_and_entropy
 from headway.models.top_k import logprobs_among, top_k_logprobs
 
 __all__ = ["IGNORED", "Loss", "autocast", "chunk_rows", "summed_cross_entropy", "token_logprobs"]
@@ -35,6 +36,18 @@ class Loss(nn.Module):
         IGNORED."""
         flat_T = token_logprobs(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap, temperature)
         return flat_T.view(labels_BL.shape)
+
+    def logprobs_and_entropy(
+        self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, temperature: float = 1.0
+    ) -> Tensor:
+        """Return the log-probability of each label, and the entropy of the distribution it is drawn from [B, L, 2]."""
+        labels_T, x_TD = labels_BL.flatten(), x_BLD.flatten(0, 1)
+        if temperature == 1 and uses_triton("loss", x_TD):
+            flat = torch.stack(linear_cross_entropy.token_scores(x_TD, weight_VD, labels_T, self.softcap), dim=1)
+        else:
+            rows = chunk_rows(x_BLD.device.type, weight_VD.shape[0])
+            flat = logprobs_and_entropy(x_TD, weight_VD, labels_T, temperature, self.softcap, rows)
+        return flat.view(*labels_BL.shape, 2)
 
     def logprobs_among(
         self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, ids_BLK: Tensor, temperature: float
@@ -73,18 +86,10 @@ def token_logprobs(
 
     Not all logits are in memory at once: the backward pass computes them again.
     """
-    if uses_triton("loss", x_TD):
-        x_TD, softcap = at_temperature(x_TD, softcap, temperature)
+    if temperature == 1 and uses_triton("loss", x_TD):
         return linear_cross_entropy.token_scores(x_TD, weight_VD, labels_T, softcap)[0]
     flat_T: Tensor = _TokenLogprobs.apply(autocast(x_TD), autocast(weight_VD), labels_T, softcap, temperature)
     return flat_T
-
-
-def at_temperature(x_TD: Tensor, softcap: float | None, temperature: float) -> tuple[Tensor, float | None]:
-    """Return a stream and a soft cap with which the head gives logits / temperature."""
-    if temperature == 1:
-        return x_TD, softcap
-    return x_TD / temperature, None if softcap is None else softcap / temperature
 
 
 def chunk_rows(kind: str, vocabulary: int) -> int:
@@ -177,21 +182,21 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, factors_T: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_VD, labels_T = ctx.saved_tensors
-        temperature = ctx.options[1]
+        softcap, temperature = ctx.options
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         rows = chunk_rows(x_TD.device.type, weight_VD.shape[0])
         dx_TD = torch.empty_like(x_TD) if wants_x else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            scores, targets, unmasked, bent = _scored(x_TD[here], weight_VD, labels_T[here], *ctx.options)
+            scores, targets, unmasked, bent = _scored(x_TD[here], weight_VD, labels_T[here], softcap, temperature)
             slope = scores.exp_().neg_()
             slope.scatter_add_(1, targets, torch.ones_like(targets, dtype=slope.dtype))
             slope.mul_(factors_T[here].where(unmasked, 0.0).unsqueeze(1))
-            if bent is not None:
-                slope.mul_(1 - bent * bent)
             if temperature != 1:
                 slope.div_(temperature)
+            if bent is not None:
+                slope.mul_(1 - bent * bent)
             slope = slope.to(x_TD.dtype)
             if dx_TD is not None:
                 torch.mm(slope, weight_VD, out=dx_TD[here])

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from headway.kernels.inputs import IGNORED, autocast
 
-__all__ = ["WHOLE", "VocabularyShare", "logprobs_among", "top_k_logprobs"]
+__all__ = [
+    "WHOLE",
+    "VocabularyShare",
+    "capped_scores",
+    "local_columns",
+    "log_sum_exp",
+    "logprobs_among",
+    "top_k_logprobs",
+]
 
 
 def _same(x: Tensor) -> Tensor:
@@ -60,15 +68,15 @@ def top_k_logprobs(
     logprobs_TC = torch.empty(len(x_TD), count + 1, dtype=torch.float32, device=x_TD.device)
     for first in range(0, len(x_TD), rows):
         here = slice(first, first + rows)
-        scores_TW, _ = _scores(x_TD[here], weight_WD, softcap)
+        scores_TW, _ = capped_scores(x_TD[here], weight_WD, softcap)
         own = scores_TW.topk(min(count, scores_TW.shape[1]), dim=1)
         missing = (0, count - own.values.shape[1])  # a share may be smaller than others, or than K
         values = share.beside(torch.nn.functional.pad(own.values, missing, value=-math.inf))
         places = share.beside(torch.nn.functional.pad(own.indices + share.begin, missing))
         best = values.topk(count, dim=1)
         ids_TK[here] = places.gather(1, best.indices)
-        all_T = _log_sum_exp(scores_TW, temperature, share)
-        others_T = _log_sum_exp(_without(scores_TW, ids_TK[here], share), temperature, share)
+        all_T = log_sum_exp(scores_TW, temperature, share)
+        others_T = log_sum_exp(_without(scores_TW, ids_TK[here], share), temperature, share)
         logprobs_TC[here, :count] = best.values / temperature - all_T.unsqueeze(1)
         logprobs_TC[here, count] = others_T - all_T
     return ids_TK, logprobs_TC
@@ -113,14 +121,14 @@ class _LogprobsAmong(torch.autograd.Function):
         sums_T3 = torch.zeros(len(x_TD), 3, dtype=torch.float32, device=x_TD.device)
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            scores_TW, _ = _scores(x_TD[here], weight_WD, softcap)
+            scores_TW, _ = capped_scores(x_TD[here], weight_WD, softcap)
             unmasked_T1 = (labels_T[here] != IGNORED).unsqueeze(1)
             wanted = torch.cat((labels_T[here].unsqueeze(1).where(unmasked_T1, 0), ids_TK[here]), dim=1)
-            local, present = _local(wanted, scores_TW.shape[1], share)
+            local, present = local_columns(wanted, scores_TW.shape[1], share)
             chosen = share.total(scores_TW.gather(1, local).where(present, 0.0))
-            plain_T = _log_sum_exp(scores_TW, 1.0, share)
-            all_T = plain_T if temperature == 1 else _log_sum_exp(scores_TW, temperature, share)
-            others_T = _log_sum_exp(_without(scores_TW, ids_TK[here], share), temperature, share)
+            plain_T = log_sum_exp(scores_TW, 1.0, share)
+            all_T = plain_T if temperature == 1 else log_sum_exp(scores_TW, temperature, share)
+            others_T = log_sum_exp(_without(scores_TW, ids_TK[here], share), temperature, share)
             parts = (
                 chosen[:, :1] - plain_T.unsqueeze(1),
                 chosen[:, 1:] / temperature - all_T.unsqueeze(1),
@@ -141,7 +149,7 @@ class _LogprobsAmong(torch.autograd.Function):
         dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if wants_weight else None
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            scores_TW, bent = _scores(x_TD[here], weight_WD, softcap)
+            scores_TW, bent = capped_scores(x_TD[here], weight_WD, softcap)
             slope = _slope(scores_TW, labels_T[here], ids_TK[here], sums_T3[here], factors_TC[here], temperature, share)
             if bent is not None:
                 slope.mul_(1 - bent * bent)
@@ -174,11 +182,11 @@ def _slope(
     rest = (_without(scores_TW, ids_TK, share) / temperature - rest_T1).exp_()
     slope.add_(rest.mul_(others_T1).nan_to_num_(0.0))  # no token is left where K is V
     wanted = torch.cat((labels_T.unsqueeze(1).where(unmasked_T1, 0), ids_TK), dim=1)
-    local, present = _local(wanted, scores_TW.shape[1], share)
+    local, present = local_columns(wanted, scores_TW.shape[1], share)
     return slope.scatter_add_(1, local, torch.cat((label_T1, ids_factors), dim=1).where(present, 0.0))
 
 
-def _scores(x_TD: Tensor, weight_WD: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+def capped_scores(x_TD: Tensor, weight_WD: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
     """Return logits in float32, and the soft cap's tanh."""
     scores = (x_TD @ weight_WD.T).float()
     if softcap is None:
@@ -187,7 +195,7 @@ def _scores(x_TD: Tensor, weight_WD: Tensor, softcap: float | None) -> tuple[Ten
     return softcap * bent, bent
 
 
-def _log_sum_exp(scores_TW: Tensor, temperature: float, share: VocabularyShare) -> Tensor:
+def log_sum_exp(scores_TW: Tensor, temperature: float, share: VocabularyShare) -> Tensor:
     """Return the log-sum-exp of logits / temperature over the whole vocabulary; -inf for nothing."""
     largest_T = share.largest(scores_TW.amax(dim=1))
     finite_T1 = largest_T.clamp(min=torch.finfo(torch.float32).min).unsqueeze(1)
@@ -204,7 +212,7 @@ def _without(scores_TW: Tensor, ids_TK: Tensor, share: VocabularyShare) -> Tenso
     return wider.scatter_(1, local, -math.inf)[:, :width]
 
 
-def _local(ids: Tensor, width: int, share: VocabularyShare) -> tuple[Tensor, Tensor]:
+def local_columns(ids: Tensor, width: int, share: VocabularyShare) -> tuple[Tensor, Tensor]:
     """Return ids as columns of this share, and which of them it has; the columns of others are 0."""
     local = ids - share.begin
     present = (local >= 0) & (local < width)

@@ -41,6 +41,7 @@ from headway.parallel.objective import (
     DistillationObjective,
     MeasureHead,
     Objective,
+    PolicyObjective,
     SumScale,
     TeacherTargets,
     loss_of,
@@ -55,6 +56,7 @@ from headway.parallel.vocab_parallel import (
     logprobs_of_logits,
     shared_logprobs,
     shared_logprobs_among,
+    shared_logprobs_and_entropy,
     shared_loss,
     shared_top_k,
 )
@@ -331,6 +333,9 @@ def _set_forward(
             model.loss.logprobs = partial(  # type: ignore[method-assign]
                 shared_logprobs, tensor, cuts.by_sequence, model.loss.softcap
             )
+            model.loss.logprobs_and_entropy = partial(  # type: ignore[method-assign]
+                shared_logprobs_and_entropy, tensor, cuts.by_sequence, model.loss.softcap
+            )
             model.loss.logprobs_among = partial(  # type: ignore[method-assign]
                 shared_logprobs_among, tensor, cuts.by_sequence, model.loss.softcap
             )
@@ -403,6 +408,10 @@ def _scores_of(
         return lambda batch, documents: model.logprobs_among(
             batch.inputs, batch.labels, batch.columns[TEACHER_IDS], warmth, documents
         )
+    if isinstance(objective, PolicyObjective):
+        scores = model.logprobs_and_entropy if objective.wants_entropy else model.logprobs
+        at = objective.temperature
+        return lambda batch, documents: scores(batch.inputs, batch.labels, documents, at)
     return lambda batch, documents: model.logprobs(batch.inputs, batch.labels, documents)
 
 

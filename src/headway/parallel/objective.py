@@ -56,6 +56,16 @@ class DistillationObjective(Objective):
     temperature: float
 
 
+class PolicyObjective(Objective):
+    """One whose log-probabilities are at the temperature that answers were sampled at.
+
+    If it wants the entropy of the distribution, too, `measure` gets both [B, L, 2].
+    """
+
+    temperature: float
+    wants_entropy: bool
+
+
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
 """Columns of a teacher: its likeliest tokens [rows, seq, K], and log-probabilities, the last of all other tokens."""
 
@@ -127,6 +137,8 @@ class MeasureHead:
         if self._collected is None:
             return self.objective.measure(logprobs_BL, batch)
         kept = logprobs_BL.detach()
+        if isinstance(self.objective, PolicyObjective) and self.objective.wants_entropy:
+            kept = kept[..., 0]
         if self._by_document:
             assert batch.documents is not None, "only rows of documents are scored by document"
             kept = by_document(kept, batch.documents, batch.columns["weight"].shape[1])

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headway.models.loss import IGNORED, at_temperature, autocast, chunk_rows
+from headway.models.entropy import logprobs_and_entropy
+from headway.models.loss import IGNORED, autocast, chunk_rows
 from headway.models.top_k import VocabularyShare, logprobs_among, top_k_logprobs
 from headway.parallel.collectives import copied, gathered
 from headway.parallel.local_part import to_local
@@ -60,10 +61,28 @@ def shared_logprobs(
     begin, _ = share_of(vocabulary, axis)
     rows = chunk_rows(x_BLD.device.type, -(-vocabulary // axis.size))
     x_BLD = gathered(x_BLD, SEQUENCE, axis.group) if by_sequence else copied(x_BLD, axis.group)
-    x_BLD, softcap = at_temperature(x_BLD, softcap, temperature)
     x_TD, weight_WD = autocast(x_BLD.flatten(0, 1)), autocast(to_local(weight_VD))
-    flat_T: Tensor = _SharedLogprobs.apply(x_TD, weight_WD, labels_BL.flatten(), begin, axis.group, rows, softcap)
+    labels_T = labels_BL.flatten()
+    flat_T: Tensor = _SharedLogprobs.apply(x_TD, weight_WD, labels_T, begin, axis.group, rows, softcap, temperature)
     return flat_T.view(labels_BL.shape)
+
+
+def shared_logprobs_and_entropy(
+    axis: Axis,
+    by_sequence: bool,
+    softcap: float | None,
+    x_BLD: Tensor,
+    weight_VD: Tensor,
+    labels_BL: Tensor,
+    temperature: float = 1.0,
+) -> Tensor:
+    """`models.loss.Loss.logprobs_and_entropy` with a split head; the same on all workers of the axis."""
+    assert axis.group is not None, "an axis of one place shares nothing out"
+    x_BLD = gathered(x_BLD, SEQUENCE, axis.group) if by_sequence else copied(x_BLD, axis.group)
+    rows = chunk_rows(x_BLD.device.type, -(-weight_VD.shape[0] // axis.size))
+    share, weight_WD = _vocabulary_share(weight_VD.shape[0], axis), to_local(weight_VD)
+    flat = logprobs_and_entropy(x_BLD.flatten(0, 1), weight_WD, labels_BL.flatten(), temperature, softcap, rows, share)
+    return flat.view(*labels_BL.shape, 2)
 
 
 def shared_logprobs_among(
@@ -249,27 +268,34 @@ class _SharedLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup,
         rows: int,
         softcap: float | None,
+        temperature: float,
     ) -> Tensor:
         losses = []
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
             scores, _ = _capped_scores(x_TD[here], weight_WD, softcap)
+            if temperature != 1:
+                scores = scores / temperature
             losses.append(_softmax_(scores, labels_T[here], begin, group, 0.0)[1])
         ctx.save_for_backward(x_TD, weight_WD, labels_T)
-        ctx.options = begin, group, rows, softcap
+        ctx.options = begin, group, rows, softcap, temperature
         return -torch.cat(losses)
 
     @staticmethod
     def backward(ctx: Any, factors_T: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_WD, labels_T = ctx.saved_tensors
-        begin, group, rows, softcap = ctx.options
+        begin, group, rows, softcap, temperature = ctx.options
         dx_TD = torch.empty_like(x_TD)
         dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
             scores, bent = _capped_scores(x_TD[here], weight_WD, softcap)
+            if temperature != 1:
+                scores = scores / temperature
             slope, _ = _softmax_(scores, labels_T[here], begin, group, 0.0)
             slope.mul_(-factors_T[here].unsqueeze(1))
+            if temperature != 1:
+                slope.div_(temperature)
             if bent is not None:
                 slope.mul_(1 - bent * bent)
             slope = slope.to(x_TD.dtype)

@@ -72,8 +72,8 @@ class PolicyGradient(Section):
     entropy: Weight = 0.0
     """Weight of the entropy of the model's distribution at each token, which is maximized."""
     correction: Literal["none", "truncate", "mask"] = "none"
-    """Correction of the sampler's probabilities by the trainer's at the same weights: multiply by their ratio, at most
-    correction_limit; or drop tokens whose ratio is above it or below one over it."""
+    """Correction of the sampler's probabilities by the trainer's at the same weights: multiply each token's policy term
+    by their ratio, at most correction_limit; or, with mask, by 0 where it is above that or below one over it."""
     correction_limit: Annotated[float, Field(gt=1)] = 2.0
     """See correction."""
 

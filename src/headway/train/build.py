@@ -114,7 +114,7 @@ def build(
 
     corpus = open_corpus(recipe)
     reader = corpus.reader()
-    objective = make_objective(recipe.objective, corpus.weighted)
+    objective = make_objective(recipe.objective, corpus.weighted, recipe.rl)
 
     with fail_together(world, "build the callbacks"):
         callbacks = Callbacks.of(recipe.callbacks if world.first else ())

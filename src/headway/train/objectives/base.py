@@ -3,6 +3,7 @@
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from headway.data.loader import MASKED, Batch
@@ -72,6 +73,13 @@ def sums_by_document(values_BL: Tensor, batch: DeviceBatch) -> Tensor:
     """Return sums over the documents of each row, [B, documents]."""
     assert batch.documents is not None, "rows of documents are numbered"
     return by_document(values_BL, batch.documents, batch.columns["weight"].shape[1])
+
+
+def by_token(values_BD: Tensor, batch: DeviceBatch) -> Tensor:
+    """Return the value of each token's document [B, L]; 0 for padding."""
+    assert batch.documents is not None, "rows of documents are numbered"
+    padded = torch.nn.functional.pad(values_BD, (0, 1))
+    return padded.gather(1, batch.documents.long().clamp(max=padded.shape[1] - 1))
 
 
 def lengths_by_document(batch: DeviceBatch) -> Tensor:

@@ -16,15 +16,18 @@ from headway.recipe.objective import (
     SimPo,
 )
 from headway.recipe.own_code import load_name
+from headway.recipe.policy import PolicyGradient
+from headway.recipe.rl import Rl
 from headway.train.objectives.base import CountedObjective, NextToken, WeightedTokens
 from headway.train.objectives.distill import DistillLoss
 from headway.train.objectives.kto import KtoLoss
+from headway.train.objectives.policy import PolicyLoss
 from headway.train.objectives.preference import DpoLoss, OrpoLoss, SimPoLoss
 from headway.train.objectives.reward import RewardLoss
 
 
-def make_objective(recipe: AnyObjective, weighted: bool = False) -> CountedObjective:
-    """Return the objective of a recipe; `weighted`: whether some document's weight is not 1."""
+def make_objective(recipe: AnyObjective, weighted: bool = False, rl: Rl | None = None) -> CountedObjective:
+    """Return the objective of a recipe; `weighted`: whether some document's weight is not 1; `rl`: of a policy."""
     match recipe:
         case Pretrain():
             return NextToken()
@@ -42,6 +45,9 @@ def make_objective(recipe: AnyObjective, weighted: bool = False) -> CountedObjec
             return RewardLoss(recipe)
         case Distill():
             return DistillLoss(recipe, weighted)
+        case PolicyGradient():
+            assert rl is not None, "a recipe with a policy has a section rl"
+            return PolicyLoss(recipe, rl)
         case CustomObjective():
             return _custom(recipe)
 

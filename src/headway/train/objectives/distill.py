@@ -15,7 +15,7 @@ from torch import Tensor
 from headway.data.loader import MASKED, Batch
 from headway.parallel.objective import TEACHER_IDS, TEACHER_LOGPROBS, DeviceBatch, DistillationObjective
 from headway.recipe.objective import Distill
-from headway.train.objectives.base import Counts, labels_per_document
+from headway.train.objectives.base import Counts, by_token, labels_per_document
 
 LOWEST = -100.0
 """Of the log-probability of all other tokens: there are none, with -inf, where K is the vocabulary's size."""
@@ -52,17 +52,10 @@ class DistillLoss(DistillationObjective):
         loss_BL = (1 - recipe.next_token) * recipe.temperature**2 * kl_BL + recipe.next_token * nll_BL
         weight_BL = (batch.labels != MASKED).to(loss_BL.dtype)
         if "weight" in self.columns:
-            weight_BL = weight_BL * _by_token(batch).to(loss_BL.dtype)
+            weight_BL = weight_BL * by_token(batch.columns["weight"], batch).to(loss_BL.dtype)
         rows = (loss_BL, kl_BL.detach(), nll_BL.detach(), covered_BL)
         return torch.stack([(row.where(weight_BL > 0, 0.0) * weight_BL).sum() for row in rows])
 
 
 def _floored(logprobs: Tensor) -> Tensor:
     return torch.cat((logprobs[..., :-1], logprobs[..., -1:].clamp(min=LOWEST)), dim=-1)
-
-
-def _by_token(batch: DeviceBatch) -> Tensor:
-    """Return the weight of each token's document [B, L]; 0 for padding."""
-    assert batch.documents is not None, "rows of documents are numbered"
-    weight_BD = torch.nn.functional.pad(batch.columns["weight"], (0, 1))
-    return weight_BD.gather(1, batch.documents.long().clamp(max=weight_BD.shape[1] - 1))
