@@ -91,7 +91,6 @@ class World:
         dist.all_gather(parts, tensor)
         return parts
 
-
     def gather_text(self, text: str) -> list[str]:
         """Gather a text from all workers, by rank."""
         content = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""From scored answers to what a step learns from: groups, which of them count, rewards, advantages and metrics. Pure."""
+"""From scored answers to what a step learns from: groups, which of them count, advantages and metrics. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from headway.errors import RunError
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
-from headway.rl.advantages import advantages, overlong_penalty, pass_at_k
+from headway.rl.advantages import advantages, overlong_penalty, pass_at_k, zero_variance
 from headway.rl.rollout import Rollout
 
 Floats = npt.NDArray[np.float64]
@@ -30,7 +30,7 @@ class Group:
     @property
     def varies(self) -> bool:
         """Whether its answers have different rewards, so that there is something to learn."""
-        return bool(np.ptp(self.rewards[self.present]) > 0) if self.present.any() else False
+        return not zero_variance(self.rewards[None], self.present[None])[0]
 
 
 def groups_of(rollouts: Sequence[Rollout], rl: Rl) -> list[Group]:
@@ -53,8 +53,8 @@ def _group(rollouts: tuple[Rollout, ...], rl: Rl) -> Group:
             present[number] = False
             continue
         rewards[number] = score.reward
-        if rl.overlong is not None:
-            rewards[number] += overlong_penalty(len(rollout.token_ids), rl.max_tokens, rl.overlong)
+    penalties = overlong_penalty([len(rollout.token_ids) for rollout in rollouts], rl.max_tokens, rl.overlong)
+    rewards += np.where(present, penalties, 0.0)
     return Group(rollouts, rewards, present)
 
 
@@ -75,21 +75,26 @@ def advantages_of(
     """Return the advantages of each group's answers; `taken_off` are penalties of rewards, by answer (KL)."""
     if not groups:
         return []
+    rewards, present = _table(groups)
+    for row, penalties in enumerate(taken_off or ()):
+        rewards[row, : len(penalties)] -= penalties
+    values = advantages(rewards, objective.advantage, present)
+    return [values[row, : len(group.rollouts)] for row, group in enumerate(groups)]
+
+
+def _table(groups: Sequence[Group]) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Return rewards [groups, answers], and which answers count."""
     size = max(len(group.rollouts) for group in groups)
     rewards, present = np.zeros((len(groups), size)), np.zeros((len(groups), size), dtype=bool)
     for row, group in enumerate(groups):
-        rewards[row, : len(group.rewards)] = group.rewards
-        present[row, : len(group.present)] = group.present
-        if taken_off is not None:
-            rewards[row, : len(group.rewards)] -= taken_off[row]
-    values = advantages(rewards, objective.advantage, present)
-    return [values[row, : len(group.rollouts)] for row, group in enumerate(groups)]
+        rewards[row, : len(group.rewards)], present[row, : len(group.present)] = group.rewards, group.present
+    return rewards, present
 
 
 def shares(groups: Sequence[Group], steps: int) -> list[list[Group]]:
     """Divide a batch's groups among the steps that learn from it, as evenly as possible, in order."""
     edges = np.linspace(0, len(groups), steps + 1).round().astype(int)
-    return [list(groups[low:high]) for low, high in zip(edges[:-1], edges[1:], strict=True)]
+    return [list(groups[low:high]) for low, high in pairwise(edges)]
 
 
 def metrics_of(groups: Sequence[Group], rl: Rl, trained_at: int) -> dict[str, float]:
@@ -111,8 +116,8 @@ def metrics_of(groups: Sequence[Group], rl: Rl, trained_at: int) -> dict[str, fl
     for term in rl.rewards:
         metrics[f"reward/{term.name}"] = float(np.mean([score.terms.get(term.name, 0.0) for score in scores]))
     failed = float(np.mean([score.error is not None for score in scores]))
-    solved = [[bool(reward > 0) for reward in group.rewards[group.present]] for group in groups if group.present.any()]
-    size = min((len(group) for group in solved), default=0)
-    if size:
-        metrics[f"pass@{size}"] = float(np.mean([pass_at_k(len(group), sum(group), size) for group in solved]))
+    table, present = _table(groups)
+    passed = pass_at_k(table > 0, rl.samples, present)
+    if passed is not None:
+        metrics[f"pass@{rl.samples}"] = passed
     return metrics | ({"failed": failed} if failed else {})

@@ -2,6 +2,7 @@
 
     rollouts/batch-00000012.jsonl              header, rollouts in order, end
     rollouts/batch-00000012.rank-0.part.jsonl  header, rollouts as they are scored
+    rollouts/batch-00000012.0.safetensors      log-probabilities of packed answers that its first update needs
 
 A batch is named after the first step that learns from it. Rollouts are appended as soon as they are scored, so that a
 worker killed while others are sampled loses none; whoever continues takes those whose header is that of the batch it
@@ -11,15 +12,22 @@ would sample: the same step, weights (by the run's chain) and place in the order
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
 from headway.errors import RunError
 from headway.rl.rollout import AnswerScore, Rollout
 from headway.track import RunFolder
+
+Floats = npt.NDArray[np.float32]
 
 FORMAT = 1
 FOLDER = "rollouts"
@@ -68,9 +76,18 @@ class RolloutFiles:
 
     def read(self, step: int) -> RolloutBatch | None:
         """Return a finished batch; None if there is none, or its end is missing."""
-        lines = list(_lines(self.path(step)))
+        try:
+            return self.parse(self.path(step).read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            raise RunError(f"{self.path(step)} is damaged", hint="remove it: its rollouts are sampled again") from None
+
+    def parse(self, text: str) -> RolloutBatch | None:
+        """Return the batch of a finished file's text; None if its end is missing."""
+        lines = list(_rows(text))
         header = _header_of(lines)
-        if header is None or not lines or "end" not in lines[-1]:
+        if header is None or "end" not in lines[-1]:
             return None
         return RolloutBatch(header, int(lines[-1]["end"]), tuple(map(_rollout_of, lines[1:-1])))
 
@@ -102,11 +119,40 @@ class RolloutFiles:
         for part in self._folder.glob(f"batch-{batch.header.step:08d}.rank-*.part.jsonl"):
             part.unlink(missing_ok=True)
 
+    def read_scores(
+        self, header: BatchHeader, share: int, names: Collection[str], shape: tuple[int, ...]
+    ) -> dict[str, Floats] | None:
+        """Return stored log-probabilities of a step's share of a batch; None if some are missing."""
+        if not names:
+            return {}
+        path = self._scores_path(header.step, share)
+        try:
+            with safe_open(path, framework="numpy") as file:
+                if file.metadata() != _identity(header):
+                    return None
+                found = {name: file.get_tensor(name) for name in names}
+        except (OSError, SafetensorError):
+            return None
+        return found if all(values.shape == shape for values in found.values()) else None
+
+    def store_scores(self, header: BatchHeader, share: int, columns: Mapping[str, Floats]) -> None:
+        """Store log-probabilities of a step's share of a batch durably."""
+        path = self._scores_path(header.step, share)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(save(dict(columns), metadata=_identity(header)))
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    def _scores_path(self, step: int, share: int) -> Path:
+        return self._folder / f"batch-{step:08d}.{share}.safetensors"
+
     def prune(self, keep: int, needed_from: int) -> None:
         """Remove all but the newest `keep` batches before a step that a checkpoint may be resumed from."""
         old = [step for step in self.steps() if step < needed_from]
         for step in old[: max(0, len(old) - keep)]:
-            self.path(step).unlink(missing_ok=True)
+            for path in (self.path(step), *self._folder.glob(f"batch-{step:08d}.*.safetensors")):
+                path.unlink(missing_ok=True)
 
 
 class PartWriter:
@@ -157,18 +203,23 @@ def from_lines(text: str) -> list[Rollout]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file; a torn last line is ignored."""
+    """Return the rows of a file, which may be missing; a torn last line is ignored."""
     try:
-        text = path.read_text()
+        yield from _rows(path.read_text())
     except FileNotFoundError:
         return
-    for line in text.split("\n")[:-1]:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            raise RunError(
-                f"{path} is damaged: a line is not JSON", hint="remove it: its rollouts are sampled again"
-            ) from None
+    except ValueError:
+        raise RunError(
+            f"{path} is damaged: a line is not JSON", hint="remove it: its rollouts are sampled again"
+        ) from None
+
+
+def _rows(text: str) -> Iterator[dict[str, Any]]:
+    return map(json.loads, text.split("\n")[:-1])
+
+
+def _identity(header: BatchHeader) -> dict[str, str]:
+    return {key: str(value) for key, value in asdict(header).items()}
 
 
 def _header_of(lines: Sequence[Mapping[str, Any]]) -> BatchHeader | None:

@@ -65,6 +65,11 @@ class Feed(Protocol):
         """Return the data of a step: a batch that begins at sample `cursor`."""
         ...
 
+    def held_out_rewards(self, held_out: Ids, version: int) -> Mapping[str, float] | None:
+        """Return what answers to held-out prompts are worth, sampled after the step `version`; None for data that has
+        a loss instead."""
+        ...
+
     def close(self) -> None:
         """Release what it holds."""
         ...
@@ -108,6 +113,9 @@ class DeviceFeed:
     def take(self, step: int, cursor: int, batch: int, chain_before: str) -> FedStep:
         """See Feed."""
         return FedStep(*self.read(cursor, batch), cursor + batch, batch * self._loader.reader.seq)
+
+    def held_out_rewards(self, held_out: Ids, version: int) -> None:
+        """See Feed."""
 
     def close(self) -> None:
         """See Feed."""

@@ -3,12 +3,12 @@
 import torch
 
 from headway.inference.load import LoadedModel, live_run
+from headway.models.custom import empty_model
 from headway.models.lora import add_adapters
 from headway.parallel import ParallelModel, World
 from headway.parallel.whole import fill_whole
 from headway.recipe import Recipe
 from headway.track import RunFolder
-from headway.train.build import empty_model
 from headway.train.optim import lower
 
 

@@ -1,7 +1,7 @@
 """Rollouts as a feed of the training loop: sample answers, score them, and pack what a step learns from.
 
-    obtain   the batch of rollouts that a step is of: read from the run folder, or sampled and scored with the weights of
-             now, `rl.staleness` batches ahead
+    obtain   the batch of rollouts that a step is of: read from the run folder, or sampled and scored with the weights
+             of now, `rl.staleness` batches ahead
     learn    groups, advantages, and log-probabilities of the trainer and the reference at the batch's start
     share    this step's part of the answers, packed into rows; this worker's rows on its device
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from headway.data.loader import MASKED, Batch
-from headway.data.prompts import PromptOrder, PromptReader
+from headway.data.order import Ids
+from headway.data.prompts import Prompt, PromptOrder, PromptReader
 from headway.errors import RunError, plural
 from headway.parallel import ParallelModel, World
 from headway.parallel.objective import DeviceBatch
@@ -26,6 +27,7 @@ from headway.recipe import Recipe
 from headway.recipe.policy import PolicyGradient
 from headway.rl.groups import Group, advantages_of, chosen, groups_of, metrics_of, shares
 from headway.rl.packing import PackedAnswers, pack_answers, per_answer
+from headway.rl.rewards import Answer
 from headway.rl.rollout import Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, from_lines, to_lines
 from headway.rl.scorer import Scorer
@@ -37,8 +39,10 @@ from headway.train.fail_together import fail_together
 from headway.train.fault_injector import WorkerFaultInjector
 from headway.train.feed import FedStep, on_device
 from headway.train.objectives import CountedObjective
-from headway.train.objectives.policy import ADVANTAGE, BEHAVIOUR, PROXIMAL, REFERENCE, WEIGHT
+from headway.train.objectives.policy import ADVANTAGE, BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS, WEIGHT
 
+HELD_OUT = ("reward", "length", "truncated")
+"""Metrics of answers to held-out prompts, besides those of each reward."""
 POLL_S = 0.01
 """Between looks at the scorers once all answers are sampled."""
 
@@ -63,13 +67,13 @@ class RolloutFeed:
         run: RunFolder,
         world: World,
         spread: ParallelModel,
+        reference: ParallelModel | None,
         prompts: PromptReader,
         order: PromptOrder,
         objective: CountedObjective,
         recorder: Recorder,
         beat: HeartbeatWriter,
         faults: WorkerFaultInjector,
-        reference: ParallelModel | None,
     ) -> None:
         assert recipe.rl is not None
         assert isinstance(recipe.objective, PolicyGradient)
@@ -107,11 +111,15 @@ class RolloutFeed:
         """End the processes that score."""
         self._scorer.close()
 
-    def held_out_rewards(self, numbers: Sequence[int], version: int) -> dict[str, float]:
-        """Return the mean rewards of one greedy answer to each of some prompts; all workers together."""
-        requests = [AnswerRequest(self._prompts.prompt(int(number)), place, 0) for place, number in enumerate(numbers)]
-        rollouts = self._gathered(self._sampled(requests[self._mine], version, greedy=True))
-        return metrics_of(groups_of(rollouts, self._rl), self._rl, version)
+    def held_out_rewards(self, held_out: Ids, version: int) -> dict[str, float]:
+        """See Feed: of one greedy answer to each prompt; all workers together."""
+        prompts = [self._prompts.prompt(int(number)) for number in held_out]
+        requests = [AnswerRequest(prompt, place, 0) for place, prompt in enumerate(prompts)]
+        groups = groups_of(self._gathered(self._sampled(requests[self._mine], version, greedy=True)), self._rl)
+        metrics = metrics_of(groups, self._rl, version)
+        return {
+            key: metrics[key] for key in metrics if key in ("reward", "length", "truncated") or key[:7] == "reward/"
+        }
 
     # -- obtain
 
@@ -141,8 +149,9 @@ class RolloutFeed:
         with fail_together(self._world, "read the rollouts"):
             stored = self._files.read(first)
             if self._world.first and stored is None:
+                file = self._files.path(first)
                 raise RunError(
-                    f"{why} needs the rollouts that begin with step {first}, and {self._files.path(first)} is not there",
+                    f"{why} needs the rollouts that begin with step {first}, and {file} is not there",
                     hint="put the file back, or train --from a step where a batch of rollouts begins, with staleness 0",
                 )
         assert stored is not None or not self._world.first
@@ -210,19 +219,16 @@ class RolloutFeed:
         """Sample answers and score them meanwhile; `store` is called with each once it is scored."""
         self._beat.enter("generate")
         sampler = self._engine(version)
-        by_key = {request.key: request for request in requests}
-        unscored = dict[tuple[int, int], Rollout]()
-        scored = list[Rollout]()
+        prompts = {request.key: request.prompt for request in requests}
+        unscored, scored = dict[int, Rollout](), list[Rollout]()
 
         def submit(rollout: Rollout) -> None:
-            key = (rollout.sample, rollout.answer)
-            unscored[key] = rollout
-            self._scorer.submit(key, rollout, by_key[key].prompt)
+            unscored[self._scorer.submit(_answer_of(rollout, prompts[rollout.sample, rollout.answer]))] = rollout
 
         def take() -> None:
             self._beat.mark()
-            for key, score in self._scorer.poll():
-                rollout = replace(unscored.pop(key), score=score)
+            for number, score in self._scorer.poll().items():
+                rollout = replace(unscored.pop(number), score=score)
                 store(rollout)
                 scored.append(rollout)
 
@@ -281,20 +287,22 @@ class RolloutFeed:
         lessons, done = list[_Lesson](), 0
         for part, one, columns in zip(parts, packed, scores, strict=True):
             advantage = np.concatenate([*values[done : done + len(part)], np.zeros(0)])
-            weight = np.array([self._counts(group, n) for group in part for n in range(len(group.rollouts))], np.float32)
+            weight = np.array(
+                [self._weight(group, n) for group in part for n in range(len(group.rollouts))], np.float32
+            )
             done += len(part)
             answers = one.batch.columns["answer"]
             columns = {name: column for name, column in columns.items() if name in self._objective.columns}
             columns[ADVANTAGE] = per_answer(advantage.astype(np.float32), answers)
-            columns[WEIGHT] = per_answer(weight, answers)
+            columns[WEIGHT] = per_answer(weight.astype(np.float32), answers)
             columns[BEHAVIOUR] = one.batch.columns["behaviour"]
             lessons.append(_Lesson(one, columns, metrics_of(part, self._rl, batch.header.step - 1)))
         return lessons
 
-    def _counts(self, group: Group, number: int) -> float:
-        """Return the weight of an answer in the loss."""
-        truncated = self._rl.mask_truncated and group.rollouts[number].finish == "length"
-        return float(group.present[number] and not truncated)
+    def _weights(self, group: Group) -> np.ndarray:
+        """Return the weights of a group's answers in the loss."""
+        whole = np.array([rollout.finish != "length" for rollout in group.rollouts])
+        return (group.present & (whole | (not self._rl.mask_truncated))).astype(np.float64)
 
     def _nothing_to_learn(self, step: int, groups: int) -> None:
         """Say that no group of a batch has answers of different rewards."""
@@ -308,13 +316,13 @@ class RolloutFeed:
 
     def _scores(self, batch: RolloutBatch, index: int, packed: PackedAnswers) -> dict[str, np.ndarray]:
         """Return the log-probabilities that the loss or the reward needs, at the weights of the batch's first step."""
-        wanted = {PROXIMAL, REFERENCE} & self._objective.columns
+        wanted = {PROXIMAL, REFERENCE_LOGPROBS} & self._objective.columns
         if self._policy.kl_in == "reward" and self._policy.kl != "none":
-            wanted |= {PROXIMAL, REFERENCE}
+            wanted |= {PROXIMAL, REFERENCE_LOGPROBS}
         stored = self._files.read_scores(batch.header, index, wanted, packed.batch.inputs.shape)
         if not self._world.any(stored is None):
             return stored or {}
-        models = {PROXIMAL: self._spread, REFERENCE: self._reference}
+        models = {PROXIMAL: self._spread, REFERENCE_LOGPROBS: self._reference}
         columns = {name: self._token_logprobs(models[name], packed) for name in sorted(wanted)}
         if self._world.first and columns:
             self._files.store_scores(batch.header, index, columns)
@@ -354,6 +362,17 @@ class RolloutFeed:
         return DeviceBatch(inputs, labels, documents, sent)
 
 
+def _answer_of(rollout: Rollout, prompt: Prompt) -> Answer:
+    """Return what a reward sees of an answer."""
+    return Answer(
+        text=rollout.text,
+        prompt=prompt.text,
+        fields=prompt.fields,
+        tokens=len(rollout.token_ids),
+        finish=rollout.finish,
+    )
+
+
 def _sent(array: np.ndarray | None, device: torch.device) -> Tensor:
     assert array is not None
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -373,7 +392,7 @@ def _divergences(
 ) -> list[list[float]]:
     """Return what a divergence from the reference takes off each reward: its first estimator, summed over tokens."""
     labels = packed.batch.labels != MASKED
-    gap = np.where(labels, columns[PROXIMAL].astype(np.float64) - columns[REFERENCE], 0.0)
+    gap = np.where(labels, columns[PROXIMAL].astype(np.float64) - columns[REFERENCE_LOGPROBS], 0.0)
     assert packed.batch.documents is not None
     answers = packed.batch.columns["answer"]
     sums = np.zeros(int(answers.max(initial=-1)) + 2)
