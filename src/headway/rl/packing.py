@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +56,7 @@ def pack_answers(rollouts: Sequence[Rollout], seq: int, rows_multiple: int) -> P
             first += length
         documents[row, first:] = len(members)
     trained = int((labels != MASKED).sum())
-    columns = {"answer": answers, "behaviour": behaviour}
+    columns: dict[str, npt.NDArray[Any]] = {"answer": answers, "behaviour": behaviour}
     return PackedAnswers(Batch(inputs, labels, trained, documents, columns), places)
 
 
