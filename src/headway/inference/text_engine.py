@@ -71,7 +71,7 @@ def make_engine(loaded: LoadedModel, options: EngineOptions) -> InferenceEngine:
             hint=f"--max-model-len {loaded.max_length} or less",
         )
     if options.exact:
-        make_exact(loaded.module)
+        make_exact(loaded.module, loaded.device)
     pages_wanted = options.max_sequences * -(-max_length // options.block_size)
     if loaded.takes_cache:
         layers, widths = _cache_shape(loaded)
@@ -79,7 +79,7 @@ def make_engine(loaded: LoadedModel, options: EngineOptions) -> InferenceEngine:
         pages = min(pages_wanted, _pages(options, bytes_per_token(layers, widths, dtype), loaded.device))
         if pages < 1:
             raise ModelError("no memory is left for the KV cache", hint="raise --memory-share, or use a smaller model")
-        cache = PagedKvCache(layers, widths, pages, options.block_size, dtype, loaded.device)
+        cache = PagedKvCache(layers, widths, pages, options.block_size, dtype, loaded.device, exact=options.exact)
         graphs = None
         if options.graphs and capturable(loaded, widths):
             graphs = DecodeGraphs(cache, options.max_sequences, max_length, loaded.device)

@@ -1,11 +1,11 @@
-"""The inference section of a recipe: how engines that sample from the run's model compute."""
+"""The inference section of a recipe: how a run's model computes, where engines sample from it."""
 
 from headway.recipe.section import Section
 
 
 class Inference(Section):
-    """How the engine runs the model, in the run itself and from its checkpoints."""
+    """How the model and the engines in the run compute tokens."""
 
     exact: bool = False
-    """Log-probabilities of generated tokens have the bits of the trainer's forward pass over the same tokens; both then
-    run on kernels whose rows do not depend on the batch. Float32 on CPUs."""
+    """Compute each token alike in every batch, in training and inference: an engine that is exact, too, then reports
+    log-probabilities with the bits of the trainer's own. So far in float32 on CPUs."""

@@ -136,7 +136,8 @@ def build(
         base = base_names(model)
     freeze(model, recipe.train)
     if recipe.inference.exact:
-        make_exact(model)
+        check_exact(recipe, world)
+        make_exact(model, world.device)
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     measures = None if isinstance(objective, NextToken) else cast(Objective, objective)
@@ -230,6 +231,20 @@ def rollout_feed(
         recipe, run, world, spread, reference, corpus.prompt_reader(), corpus.prompt_order(), objective,
         recorder, beat, faults,
     )  # fmt: skip
+
+
+def check_exact(recipe: Recipe, world: World) -> None:
+    """Raise ModelError if the plan or the precision excludes exact inference."""
+    split = [axis for axis in ("pipeline", "context", "tensor", "expert") if world.axis(axis).size > 1]
+    if split:
+        raise ModelError(
+            f"inference.exact needs a mesh of replicate and shard axes only, and this one has {', '.join(split)}",
+            hint=f"--set parallel.{split[0]}=1",
+        )
+    if recipe.train.dtype != "float32":
+        raise ModelError(
+            f"inference.exact is for float32 so far, not {recipe.train.dtype}", hint="--set train.dtype=float32"
+        )
 
 
 def check_ties(model: nn.Module, layout: ModelLayout | None) -> None:

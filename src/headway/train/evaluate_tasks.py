@@ -67,7 +67,7 @@ def _answers(parts: Parts, session: EvalSession) -> list[dict[str, Any]]:
     request = EvaluateRequest.model_validate(session.request())
     share = slice(world.rank, None, world.size)
     some = [task.model_copy(update={"questions": task.questions[share]}) for task in request.tasks]
-    options = EngineOptions(memory_share=MEMORY_SHARE, graphs=False)
+    options = EngineOptions(memory_share=MEMORY_SHARE, graphs=False, exact=parts.recipe.inference.exact)
     llm = LLM(live_model(parts.recipe, parts.run, parts.spread, world), options=options, on_step=parts.beat.mark)
     answer_all(llm, request.model_copy(update={"tasks": some}), answers.append)
     del llm
