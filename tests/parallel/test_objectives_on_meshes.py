@@ -1,20 +1,25 @@
 """Objectives on meshes of two workers: sums, gradients and scores of plain PyTorch."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from headway.data.loader import Batch
 from headway.models import empty_decoder, init_weights, initial_weight
 from headway.parallel import finish_gradients, make_mesh, parallelize_model
 from headway.parallel.objective import DeviceBatch, SumScale, TeacherTargets
 from headway.recipe import Model, Recipe
 from headway.recipe.load import parse_recipe
 from headway.recipe.objective import Distill, Dpo, Reward
+from headway.recipe.policy import PolicyGradient
+from headway.recipe.rl import Rl
 from headway.state.tensors import ModelShare, fill
 from headway.train.objectives import make_objective
+from headway.train.objectives.policy import ADVANTAGE, BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS, WEIGHT
 from headway.train.objectives.teacher import Teacher
 from headway.train.optim import build_optimizer, set_step
 from processes import run_ranks
@@ -219,6 +224,95 @@ def rewarded(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]
     return results | {"loss": world.sum(values)[0], "steps": steps}
 
 
+POLICIES = {
+    "entropy": PolicyGradient(
+        kind="dapo", kl="k3", kl_weight=0.3, entropy=0.2, correction="mask", correction_limit=1.3, clip="cispo"
+    ),
+    "sequence": PolicyGradient(kind="gspo", clip_low=0.1, clip_high=0.1),
+}
+RL = Rl(rewards=("math",), temperature=0.7, max_tokens=8, updates=2)
+
+
+def answers(recipe: Recipe) -> DeviceBatch:
+    """Rows of answers, one of which is left out; log-probabilities that are near the model's."""
+    batch, generator = rows(), torch.Generator().manual_seed(4)
+    model = empty_decoder(recipe.model)
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        now = (model(batch.inputs, documents=batch.documents) / RL.temperature).log_softmax(-1)
+    now = now.gather(2, batch.labels.clamp(min=0)[..., None])[..., 0]
+    names = (BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS)
+    columns = {name: now + 0.3 * torch.randn(now.shape, generator=generator) for name in names}
+    columns |= {ADVANTAGE: torch.randn(ROWS, WIDTH, generator=generator), WEIGHT: batch.columns["weight"].clone()}
+    columns[WEIGHT][1, 2] = 0
+    return replace(batch, columns=columns)
+
+
+def on_host(batch: DeviceBatch) -> Batch:
+    columns = {name: column.numpy() for name, column in batch.columns.items()}
+    labels = batch.labels.numpy()
+    return Batch(batch.inputs.numpy(), labels, int((labels != -100).sum()), batch.documents.numpy(), columns)
+
+
+def plain_policy(recipe: Recipe, kind: str) -> dict[str, torch.Tensor]:
+    """The loss an answer at a time, with all logits, in float64."""
+    batch = answers(recipe)
+    model = empty_decoder(recipe.model).double()
+    init_weights(model, seed=0)
+    logprobs = (model(batch.inputs, documents=batch.documents) / RL.temperature).log_softmax(-1)
+    losses, tokens = [], 0
+    for row in range(ROWS):
+        for document in range(WIDTH):
+            here = (batch.documents[row] == document) & (batch.labels[row] != -100)
+            if not batch.columns[WEIGHT][row, document]:
+                continue
+            current = logprobs[row][here, batch.labels[row][here]]
+            behaviour, proximal, reference = (
+                batch.columns[name][row][here].double() for name in (BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS)
+            )
+            advantage = float(batch.columns[ADVANTAGE][row, document])
+            if kind == "sequence":
+                ratio = ((current - proximal).sum() / len(current)).exp()
+                losses.append(-torch.min(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage))
+                continue
+            factor = (proximal - behaviour).exp()
+            factor = factor.where((factor < 1.3) & (factor > 1 / 1.3), 0.0)
+            clipped = (current - proximal).exp().detach().clamp(0.8, 1.28)
+            p = logprobs[row][here]
+            losses.append((
+                -clipped * advantage * current * factor
+                + 0.3 * ((reference - current).exp() - (reference - current) - 1)
+                + 0.2 * (p.exp() * p).sum(-1)
+            ).sum())  # fmt: skip
+            tokens += len(current)
+    loss = torch.stack(losses).sum() / (len(losses) if kind == "sequence" else tokens)
+    loss.backward()
+    gradients = {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+    return gradients | {"loss": loss.detach().float()}
+
+
+def policy(rank: int, workers: int, recipe: Recipe, kind: str) -> dict[str, torch.Tensor]:
+    world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
+    objective, whole = make_objective(POLICIES[kind], rl=RL), answers(recipe)
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world, objective=objective)
+    for name, parameter in spread.model.named_parameters():
+        fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
+    each = ROWS // world.data.size
+    batch = whole.rows(each * world.data.rank, each * (world.data.rank + 1))
+    batch = replace(batch, columns={name: batch.columns[name] for name in objective.columns})
+    scale = SumScale(tuple(1 / count for count in objective.counts(on_host(whole))), 1.0)
+    values = spread.passes(batch, scale)
+    parameters = dict(spread.model.named_parameters())
+    finish_gradients(parameters, spread.missing)
+    results = {}
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        results[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+    if world.axis("tensor").rank:
+        values = torch.zeros_like(values)
+    return results | {"loss": world.sum(values)[: objective.terms].sum()}
+
+
 class SumOfColumn:
     """Returns a column as it arrives at the objective."""
 
@@ -248,6 +342,8 @@ def stories(rank: int, workers: int, recipes: dict[str, Recipe]) -> dict[str, to
         if name == "shard 2":
             results["column"] = column(rank, workers, recipe)
         results |= {f"reward {name}|{key}": value for key, value in rewarded(rank, workers, recipe).items()}
+        for kind in POLICIES:
+            results |= {f"{kind} {name}|{key}": value for key, value in policy(rank, workers, recipe, kind).items()}
     return results
 
 
@@ -277,7 +373,14 @@ def test_sums_gradients_and_scores_equal_plain_pytorch(mesh: str, ranks) -> None
     assert seen == truth.keys()
 
 
-@pytest.mark.parametrize(("kind", "plain_step"), [("distill", plain_distillation), ("reward", plain_reward)])
+STEPS = [
+    ("distill", plain_distillation),
+    ("reward", plain_reward),
+    *((kind, partial(plain_policy, kind=kind)) for kind in POLICIES),
+]
+
+
+@pytest.mark.parametrize(("kind", "plain_step"), STEPS, ids=[kind for kind, _ in STEPS])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_gives_the_loss_and_gradients_of_the_definition(mesh: str, kind: str, plain_step, ranks) -> None:
     truth = plain_step(make_recipe(MESHES[mesh]))

@@ -302,7 +302,8 @@ class _SharedLogprobs(torch.autograd.Function):
             torch.mm(slope, weight_WD, out=dx_TD[here])
             if dweight_WD is not None:
                 dweight_WD += slope.T @ x_TD[here]
-        return dx_TD, None if dweight_WD is None else dweight_WD.to(weight_WD.dtype), None, None, None, None, None
+        dweight = None if dweight_WD is None else dweight_WD.to(weight_WD.dtype)
+        return dx_TD, dweight, None, None, None, None, None, None
 
 
 def _capped_scores(x_TD: Tensor, weight_WD: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:

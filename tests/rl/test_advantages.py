@@ -1,0 +1,206 @@
+"""Advantages, penalties and statistics against formulas restated from the papers, and their properties."""
+
+import itertools
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.recipe.rl import Overlong
+from headway.rl.advantages import (
+    EPSILON,
+    advantages,
+    divergences,
+    effective_sample_share,
+    kl_in_reward,
+    mean_reward,
+    overlong_penalty,
+    pass_at_k,
+    zero_variance,
+    zero_variance_share,
+)
+
+KINDS = ["group", "group-mean", "leave-one-out", "batch"]
+REWARDS = [[1.0, 0.0, 0.5, 0.0], [0.1, 0.1, 0.1, 0.1], [2.0, -1.0, 0.0, 3.0]]
+
+
+def from_papers(rewards: list[list[float]], kind: str) -> list[list[float]]:
+    """The formulas, one answer at a time; groups may differ in size."""
+    everyone = [reward for group in rewards for reward in group]
+    result = []
+    for group in rewards:
+        row = []
+        for i, reward in enumerate(group):
+            others = group[:i] + group[i + 1 :]
+            if kind == "batch":
+                among, spread = everyone, True
+            elif kind == "leave-one-out":
+                row.append(reward - statistics.fmean(others) if others else 0.0)
+                continue
+            else:
+                among, spread = group, kind == "group"
+            deviation = statistics.stdev(among) + EPSILON if spread and len(among) > 1 else 1.0
+            row.append((reward - statistics.fmean(among)) / deviation)
+        result.append(row)
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_advantages_are_those_of_the_papers(kind):
+    np.testing.assert_allclose(advantages(REWARDS, kind), from_papers(REWARDS, kind), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_that_are_not_present_change_nothing(kind):
+    present = np.array([[1, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 0]], dtype=bool)
+    rewards = np.where(present, REWARDS, np.nan)
+    found = advantages(rewards, kind, present)
+    smaller = [row[keep].tolist() for row, keep in zip(rewards, present, strict=True)]
+    expected = np.zeros_like(found)
+    expected[present] = [value for row in from_papers(smaller, kind) for value in row]
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reward", [0.1, 0.0, -3.3, 1e9, 1 / 3])
+def test_equal_rewards_have_no_advantage_at_all(kind, reward):
+    assert not advantages(np.full((3, 7), reward), kind).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_alone_has_no_advantage(kind):
+    assert advantages([[5.0]], kind).tolist() == [[0.0]]
+    if kind != "batch":
+        assert advantages([[5.0], [1.0]], kind).tolist() == [[0.0], [0.0]]
+    assert advantages([[5.0, 1.0]], kind, [[True, False]]).tolist() == [[0.0, 0.0]]
+
+
+def test_the_batch_is_normalized_without_group_means():
+    """REINFORCE++ without its baseline: a group that is better than others has positive advantages only."""
+    assert (advantages([[1.0, 1.1], [0.0, 0.1]], "batch")[0] > 0).all()
+
+
+def test_a_reward_that_is_not_finite_is_refused():
+    with pytest.raises(AssertionError, match="not finite"):
+        advantages([[1.0, math.nan]], "group")
+
+
+groups = st.integers(2, 6).flatmap(
+    lambda size: st.lists(
+        st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=size, max_size=size), min_size=1, max_size=4
+    )
+)
+
+
+@given(groups, st.sampled_from(KINDS), st.integers(-20, 20))
+def test_a_shift_of_all_rewards_changes_nothing(rewards, kind, shift):
+    np.testing.assert_allclose(
+        advantages(np.array(rewards) + shift, kind), advantages(rewards, kind), rtol=1e-9, atol=1e-9
+    )
+
+
+@given(groups, st.sampled_from(KINDS))
+def test_advantages_sum_to_zero(rewards, kind):
+    sums = advantages(rewards, kind).sum(axis=None if kind == "batch" else 1)
+    np.testing.assert_allclose(sums, 0, atol=1e-9)
+
+
+@given(groups, st.sampled_from(KINDS), st.sampled_from([0.25, 0.5, 2.0, 16.0]))
+def test_only_kinds_that_divide_by_the_deviation_are_invariant_to_scale(rewards, kind, scale):
+    divides = kind in ("group", "batch")
+    expected = advantages(rewards, kind) * (1.0 if divides else scale)
+    # The least deviation here is about 0.1, so that the epsilon counts for less than 4e-5.
+    np.testing.assert_allclose(advantages(np.array(rewards) * scale, kind), expected, rtol=1e-4, atol=1e-9)
+
+
+@given(groups, st.sampled_from(KINDS), st.randoms(use_true_random=False))
+def test_the_order_of_answers_does_not_matter(rewards, kind, random):
+    order = list(range(len(rewards[0])))
+    random.shuffle(order)
+    permuted = advantages(np.array(rewards)[:, order], kind)
+    np.testing.assert_allclose(permuted, advantages(rewards, kind)[:, order], rtol=1e-9, atol=1e-12)
+
+
+@given(groups)
+def test_leave_one_out_is_the_group_mean_stretched(rewards):
+    size = len(rewards[0])
+    np.testing.assert_allclose(
+        advantages(rewards, "leave-one-out"), advantages(rewards, "group-mean") * size / (size - 1), atol=1e-12
+    )
+
+
+@given(groups)
+def test_group_advantages_have_unit_deviation_or_are_zero(rewards):
+    found = advantages(rewards, "group")
+    deviations = found.std(axis=1, ddof=1)
+    np.testing.assert_allclose(deviations[~zero_variance(rewards)], 1.0, rtol=1e-4)
+    assert not found[zero_variance(rewards)].any()
+
+
+# -- what is added to rewards
+
+
+def test_the_overlong_penalty_is_that_of_dapo():
+    overlong = Overlong(buffer=4, penalty=0.5)
+    lengths = [1, 16, 17, 18, 19, 20, 25]
+    expected = [0, 0, -0.125, -0.25, -0.375, -0.5, -0.5]
+    assert overlong_penalty(lengths, 20, overlong).tolist() == expected
+    assert overlong_penalty(lengths, 20, None).tolist() == [0.0] * 7
+
+
+def test_the_divergence_is_taken_off_rewards_once_per_answer():
+    own, reference = [[-1.0, -2.0, -0.5], [-3.0], []], [[-1.5, -1.0, -0.5], [-2.0], []]
+    taken = kl_in_reward([1.0, 0.0, 2.0], own, reference, beta=0.1)
+    np.testing.assert_allclose(taken, [1.0 - 0.1 * (0.5 - 1.0), 0.1, 2.0])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_estimators_are_those_of_the_divergence_to_second_order(kind):
+    """k1 and k3 are unbiased: over all tokens of a distribution they are its divergence; k2 nearly is."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=50)
+    p, q = (np.exp(x) / np.exp(x).sum() for x in (logits, logits + 0.05 * rng.normal(size=50)))
+    true = float((p * np.log(p / q)).sum())
+    assert float((p * divergences(np.log(p), np.log(q), kind)).sum()) == pytest.approx(true, rel=0.05)
+    assert not divergences([-1.0, -2.0], [-1.0, -2.0], kind).any()
+
+
+# -- statistics
+
+
+def test_groups_without_variance_are_counted_among_those_with_answers():
+    rewards = [[1.0, 1.0], [0.0, 1.0], [0.0, 5.0], [9.0, 9.0]]
+    present = [[True, True], [True, True], [True, False], [False, False]]
+    assert zero_variance(rewards, present).tolist() == [True, False, True, True]
+    assert zero_variance_share(rewards, present) == pytest.approx(2 / 3)
+    assert mean_reward(rewards, present) == pytest.approx(3 / 5)
+    nothing = np.zeros((2, 2), dtype=bool)
+    assert zero_variance_share([[0.0, 1.0]] * 2, nothing) is None
+    assert mean_reward([[0.0, 1.0]] * 2, nothing) is None
+    assert advantages(np.zeros((2, 0)), "group").shape == (2, 0)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(correct, k):
+    if k > len(correct):
+        assert pass_at_k([correct], k) is None
+        return
+    subsets = list(itertools.combinations(correct, k))
+    assert pass_at_k([correct], k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_k_leaves_out_absent_answers_and_small_groups():
+    correct, present = [[True, True, False], [False, True, True]], [[False, True, True], [True, False, False]]
+    assert pass_at_k(correct, 1, present) == pytest.approx((1 / 2 + 0) / 2)
+    assert pass_at_k(correct, 2, present) == 1.0
+
+
+def test_the_effective_sample_size_is_one_over_the_mean_square_of_normalized_weights():
+    weights = np.array([0.5, 1.0, 2.5])
+    kish = weights.sum() ** 2 / (weights**2).sum() / len(weights)
+    assert effective_sample_share(weights.mean(), (weights**2).mean()) == pytest.approx(kish)
+    assert effective_sample_share(1.0, 1.0) == 1.0
+    assert effective_sample_share(0.0, 0.0) == 0.0
