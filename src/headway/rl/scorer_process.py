@@ -2,7 +2,8 @@
 
 The first line names the rewards; the answer is `ready`, or `refused` with a sentence. Each further line is an answer
 and the terms to score it by; the answer is one line per term, with its value or its error, as soon as it is known.
-What rewards print goes to stderr, up to a limit, and never into the protocol. It imports neither torch nor pydantic.
+What rewards print goes to stderr, up to a limit, and never into the protocol. It does not import torch, and imports
+only the rewards that are named.
 """
 
 import ctypes

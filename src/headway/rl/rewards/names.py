@@ -14,7 +14,6 @@ REWARDS = {
     "countdown": "headway.rl.rewards.countdown:countdown_reward",
     "json": "headway.rl.rewards.json_format:json_reward",
     "regex": "headway.rl.rewards.regex:regex_reward",
-    "code": "headway.rl.rewards.code_tests:code_reward",
 }
 """The shipped rewards, and where they are; each is imported when it is used."""
 
