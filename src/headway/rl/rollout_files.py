@@ -130,10 +130,10 @@ class RolloutFiles:
             with safe_open(path, framework="numpy") as file:
                 if file.metadata() != _identity(header):
                     return None
-                found = {name: file.get_tensor(name) for name in names}
+                scores = {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError):
             return None
-        return found if all(values.shape == shape for values in found.values()) else None
+        return scores if all(values.shape == shape for values in scores.values()) else None
 
     def store_scores(self, header: BatchHeader, share: int, columns: Mapping[str, Floats]) -> None:
         """Store log-probabilities of a step's share of a batch durably."""

@@ -10,8 +10,10 @@ data, the seed and the weights; so an attempt that resumes in the middle reads i
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -197,11 +199,11 @@ class RolloutFeed:
             for sample, number in mine
             for answer in range(self._rl.samples)
         ]
-        found = [done[request.key] for request in requests if request.key in done]
+        stored = [done[request.key] for request in requests if request.key in done]
         missing = [request for request in requests if request.key not in done]
         with self._files.open_part(header, self._world.rank) as part:
             new = self._sampled(missing, header.version, part.add, step=header.step)
-        return self._gathered([*found, *new])
+        return self._gathered([*stored, *new])
 
     @property
     def _mine(self) -> slice:
@@ -232,18 +234,24 @@ class RolloutFeed:
                 store(rollout)
                 scored.append(rollout)
 
-        with self._recorder.span("generate"):
-            if step:
-                self._faults.reach("generate", step)
+        with self._span("generate", step):
             sampler.sample(requests, submit, take, greedy=greedy)
-        with self._recorder.span("score"):
-            if step:
-                self._faults.reach("score", step)
+        with self._span("score", step):
             while unscored:
                 take()
                 if unscored:
                     time.sleep(POLL_S)
         return scored
+
+    @contextmanager
+    def _span(self, name: Literal["generate", "score"], step: int) -> Iterator[None]:
+        """Book a part of a batch of rollouts; an evaluation, which is of no step, is booked as one."""
+        if not step:
+            yield
+            return
+        with self._recorder.span(name):
+            self._faults.reach(name, step)
+            yield
 
     def _engine(self, version: int) -> AnswerSampler:
         """Return the sampler, with the weights of now; all workers together."""
@@ -275,28 +283,26 @@ class RolloutFeed:
         parts = shares(groups, self._rl.updates)
         multiple = self._world.data.size * self._spread.rows_multiple
         packed = [pack_answers(_answers(part), self._recipe.data.seq, multiple) for part in parts]
-        scores = [self._scores(batch, index, one) for index, one in enumerate(packed)]
+        scores = [self._scores(batch, index, rows) for index, rows in enumerate(packed)]
         taken_off = None
         if self._policy.kl_in == "reward" and self._policy.kl != "none":
             taken_off = [
                 row
-                for part, one, columns in zip(parts, packed, scores, strict=True)
-                for row in _divergences(part, one, columns, self._policy.kl_weight)
+                for part, rows, columns in zip(parts, packed, scores, strict=True)
+                for row in _divergences(part, rows, columns, self._policy.kl_weight)
             ]
         values = advantages_of(groups, self._policy, taken_off)
         lessons, done = list[_Lesson](), 0
-        for part, one, columns in zip(parts, packed, scores, strict=True):
+        for part, rows, columns in zip(parts, packed, scores, strict=True):
             advantage = np.concatenate([*values[done : done + len(part)], np.zeros(0)])
-            weight = np.array(
-                [self._weight(group, n) for group in part for n in range(len(group.rollouts))], np.float32
-            )
+            weight = np.concatenate([*map(self._weights, part), np.zeros(0)])
             done += len(part)
-            answers = one.batch.columns["answer"]
+            answers = rows.batch.columns["answer"]
             columns = {name: column for name, column in columns.items() if name in self._objective.columns}
             columns[ADVANTAGE] = per_answer(advantage.astype(np.float32), answers)
             columns[WEIGHT] = per_answer(weight.astype(np.float32), answers)
-            columns[BEHAVIOUR] = one.batch.columns["behaviour"]
-            lessons.append(_Lesson(one, columns, metrics_of(part, self._rl, batch.header.step - 1)))
+            columns[BEHAVIOUR] = rows.batch.columns["behaviour"]
+            lessons.append(_Lesson(rows, columns, metrics_of(part, self._rl, batch.header.step - 1)))
         return lessons
 
     def _weights(self, group: Group) -> np.ndarray:
