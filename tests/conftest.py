@@ -91,9 +91,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZygoteClient]:
     """Workers are forked from here, so that a test pays for a run and not for importing torch.
 
-    They find `own_models`, as those of a user who has set PYTHONPATH.
+    They find `own_models` and `own_environments`, as those of a user who has set PYTHONPATH.
     """
-    paths = [str(Path(__file__).parent / "train"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        *(str(Path(__file__).parent / folder) for folder in ("train", "rl")),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
     process = ZygoteClient.start(tmp_path_factory.mktemp("zygote") / "log", environment)
     while not process.ready(timeout_s=60):

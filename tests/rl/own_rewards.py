@@ -48,3 +48,7 @@ def act(answer: Answer) -> object:
         case "pid":
             return os.getpid()
     return 1.0
+
+
+def vowels(answer: Answer) -> float:
+    return float(sum(letter in "aeiou" for letter in answer.text.lower()))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from headway.errors import DataError, HeadwayError, RecipeError
 from headway.recipe.rl import Rl
+from headway.rl.check import check_rewards
 from headway.rl.rewards import REWARDS, Answer, load_reward
-from headway.rl.rewards.check import check_rewards
 from headway.rl.rewards.countdown import countdown_reward, value_of
 from headway.rl.rewards.json_format import has_shape, json_reward
 from headway.rl.rewards.math_answer import math_reward

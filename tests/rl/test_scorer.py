@@ -16,10 +16,11 @@ from eventually import eventually
 from headway.errors import HeadwayError, WorkerError
 from headway.recipe.rl import Rl
 from headway.rl.rewards import Answer
+from headway.rl.rewards.value import checked
 from headway.rl.rollout import AnswerScore
 from headway.rl.scorer import Scorer, after_failure, combine
 from headway.rl.scorer_pipe import wait_for_pipes
-from headway.rl.scorer_process import LimitedText, checked, score
+from headway.rl.scorer_process import LimitedText, score
 
 SCORES = """
 import sys
@@ -162,7 +163,7 @@ def test_a_score_that_arrived_counts_however_late_it_is_read() -> None:
     with Scorer(section("own_rewards:act"), clock=clock) as scorer:
         scorer.score([answer("ok")])
         scorer.submit(answer("ok"))
-        wait_for_pipes([scorer._workers[0].pipe], 300)
+        wait_for_pipes([scorer._pool.workers[0].pipe], 300)
         clock.now = 1e6
         assert [score.error for score in scorer.wait().values()] == [None]
 
@@ -177,9 +178,9 @@ def test_a_reward_that_cannot_be_loaded_stops_the_run() -> None:
 
 def test_no_process_starts_before_the_first_answer_and_none_outlives_close() -> None:
     scorer = Scorer(section("own_rewards:act", reward_workers=2))
-    assert not scorer._workers
+    assert not scorer._pool.workers
     scorer.submit(answer("hang"))
-    (pid,) = [worker.pipe.pid for worker in scorer._workers]
+    (pid,) = [worker.pipe.pid for worker in scorer._pool.workers]
     scorer.close()
     assert not psutil.pid_exists(pid)
     scorer.close()

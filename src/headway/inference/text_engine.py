@@ -131,15 +131,19 @@ class TextEngine:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt; an empty one starts a document."""
-        tokenizer = self.loaded.tokenizer
-        if tokenizer is None:
-            raise RequestError(f"{self.loaded.name} has no tokenizer", hint="send token ids instead of text")
-        ids = encoded(tokenizer, text)
+        ids = self.encode_part(text)
         if self.loaded.begin_id is not None and ids[:1] != [self.loaded.begin_id]:
             ids = [self.loaded.begin_id, *ids]
         if not ids and self.loaded.end_ids:
             ids = [self.loaded.end_ids[0]]
         return [int(token) for token in ids]
+
+    def encode_part(self, text: str) -> list[int]:
+        """Return the tokens of a text that follows other tokens."""
+        tokenizer = self.loaded.tokenizer
+        if tokenizer is None:
+            raise RequestError(f"{self.loaded.name} has no tokenizer", hint="send token ids instead of text")
+        return encoded(tokenizer, text)
 
     def fitting(self, prompt_ids: list[int], max_tokens: int) -> int:
         """Return a default of max_tokens, or as many as the context has room for after a prompt."""
@@ -203,5 +207,5 @@ def encoded(tokenizer: TextTokenizer, text: str) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RequestError("the prompt holds half a surrogate pair, which is no character") from None
+        raise RequestError("the text holds half a surrogate pair, which is no character") from None
     return [int(token) for token in tokenizer.encode(text).tolist()]

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from headway.recipe.own_code import OWN_NAME
 from headway.recipe.section import NotNegative, Positive, Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -36,16 +37,17 @@ class Rl(Section):
     samples: Annotated[int, Field(ge=1, le=1024, strict=True)] = 8
     """Answers to each prompt: a group."""
     max_tokens: Positive = 256
-    """Tokens of an answer at most; data.seq holds a prompt and its answer."""
+    """Tokens of an answer at most, those of an environment's replies included; data.seq holds a prompt and its
+    answer."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Of sampling; the trainer's log-probabilities are at the same temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """See the sampling parameters of inference; below 1 the sampler's distribution is not the trainer's."""
     top_k: NotNegative = 0
     """As top_p; 0 for all."""
-    rewards: tuple[RewardTerm, ...]
-    """What an answer's reward is the weighted sum of."""
-    environment: Annotated[str, Field(min_length=1)] | None = None
+    rewards: tuple[RewardTerm, ...] = ()
+    """What an answer's reward is the weighted sum of; none are needed with an environment, whose own are added."""
+    environment: Annotated[str, Field(pattern=OWN_NAME)] | None = None
     """A multi-turn environment of your own, `package.module:Class`; without it, an answer is one turn."""
     environment_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""
@@ -62,14 +64,14 @@ class Rl(Section):
     overlong: Overlong | None = None
     """A penalty of long answers."""
     mask_truncated: bool = False
-    """Leave answers without an end out of the loss."""
+    """Leave answers without an end out of the loss: those cut at max_tokens or at turns."""
     reward_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
-    """How long scoring one answer may take."""
+    """How long scoring one answer may take, or one reply of an environment."""
     reward_workers: Positive = 2
-    """Processes that score, per worker of the run."""
+    """Processes that score, per worker of the run; an environment has as many of its own."""
     if_reward_fails: Literal["zero", "leave-out", "stop"] = "zero"
-    """What an answer is worth if its reward raises, hangs or is no finite number: 0 of that term; nothing, as if it had
-    not been sampled; or the run stops."""
+    """What an answer is worth if its reward or environment raises, hangs or returns no finite number: 0 of that term;
+    nothing, as if it had not been sampled; or the run stops."""
     if_prompt_long: Literal["leave-out", "stop"] = "leave-out"
     """What happens to prompts that leave no room for max_tokens in data.seq."""
     if_no_variance: Literal["go-on", "stop"] = "go-on"
@@ -91,7 +93,7 @@ class Rl(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.rewards:
+        if not self.rewards and self.environment is None:
             raise ValueError("rewards is empty: name at least one, such as countdown")
         names = [term.name for term in self.rewards]
         twice = next((name for name in names if names.count(name) > 1), None)

@@ -11,7 +11,7 @@ from headway.errors import RunError
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
 from headway.rl.advantages import advantages, overlong_penalty, pass_at_k, zero_variance
-from headway.rl.rollout import Rollout
+from headway.rl.rollout import ENVIRONMENT, Rollout
 
 Floats = npt.NDArray[np.float64]
 
@@ -104,17 +104,19 @@ def metrics_of(groups: Sequence[Group], rl: Rl, trained_at: int) -> dict[str, fl
         return {}
     scores = [rollout.score for rollout in rollouts if rollout.score is not None]
     rewards = np.concatenate([group.rewards[group.present] for group in groups])
-    written = [sum(end - first for first, end in rollout.written) for rollout in rollouts]
+    written = sum(rollout.tokens for rollout in rollouts)
     metrics = {
         "reward": float(rewards.mean()) if rewards.size else 0.0,
         "length": float(np.mean([len(rollout.token_ids) for rollout in rollouts])),
-        "truncated": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
+        "truncated": float(np.mean([rollout.truncated for rollout in rollouts])),
         "zero_variance": float(np.mean([not group.varies for group in groups])),
-        "sampled_entropy": -sum(sum(rollout.logprobs) for rollout in rollouts) / max(1, sum(written)),
+        "sampled_entropy": -sum(sum(rollout.logprobs) for rollout in rollouts) / max(1, written),
         "staleness": float(np.mean([trained_at - rollout.version for rollout in rollouts])),
     }
-    for term in rl.rewards:
-        metrics[f"reward/{term.name}"] = float(np.mean([score.terms.get(term.name, 0.0) for score in scores]))
+    if rl.environment is not None:
+        metrics["turns"] = float(np.mean([len(rollout.turns) for rollout in rollouts]))
+    for name in (*(term.name for term in rl.rewards), *((ENVIRONMENT,) if rl.environment is not None else ())):
+        metrics[f"reward/{name}"] = float(np.mean([score.terms.get(name, 0.0) for score in scores]))
     failed = float(np.mean([score.error is not None for score in scores]))
     table, present = _table(groups)
     passed = pass_at_k(table > 0, rl.samples, present)

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+ENVIRONMENT = "environment"
+"""The term of a reward that an environment gives, and how an answer finishes whose environment failed."""
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerScore:
@@ -34,10 +37,22 @@ class Rollout:
     written: tuple[tuple[int, int], ...]
     """Ranges of token_ids that the model wrote, and is trained on."""
     finish: str
-    """`stop`, `length`, or what an environment ended with."""
+    """`stop`; `length` or `turns` if it was cut at rl.max_tokens or rl.turns; `environment` if that failed."""
     version: int
     """Step whose weights sampled it."""
     text: str
     """The answer as text, without special tokens."""
     score: AnswerScore | None = None
-    """None until it has been scored."""
+    """None until it has been scored; in an environment, until then what that gave."""
+    turns: tuple[str, ...] = ()
+    """In an environment: the text of each turn that the model wrote."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it was cut before its end."""
+        return self.finish in ("length", "turns")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model wrote."""
+        return sum(end - first for first, end in self.written)

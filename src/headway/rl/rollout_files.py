@@ -239,5 +239,6 @@ def _row_of(rollout: Rollout) -> dict[str, Any]:
 def _rollout_of(row: Mapping[str, Any]) -> Rollout:
     score = row["score"]
     values = {key: tuple(row[key]) for key in ("prompt_ids", "token_ids", "logprobs")}
+    values["turns"] = tuple(row.get("turns", ()))
     values["written"] = tuple((first, end) for first, end in row["written"])
     return Rollout(**{**row, **values, "score": None if score is None else AnswerScore(**score)})

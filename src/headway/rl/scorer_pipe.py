@@ -1,4 +1,4 @@
-"""The parent's end of a scorer process: JSON lines to and from it, without ever blocking."""
+"""The parent's end of a process that scores or is an environment: JSON lines to and from it, without ever blocking."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +20,8 @@ READ_BYTES = 1 << 16
 class ScorerPipe:
     """A scorer process, and what is on its way to and from it."""
 
-    def __init__(self, terms: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, start: Mapping[str, Any]) -> None:
+        """`start` tells the process what to import."""
         try:
             self._process = subprocess.Popen(
                 # -P: a json.py in the current folder is not imported by accident; the parent's path is sent instead.
@@ -40,9 +41,9 @@ class ScorerPipe:
         self._incoming = bytearray()
         self.end: str | None = None
         """How the process ended, or why it is of no more use; None while it works."""
-        self.send({"path": sys.path, "rewards": list(terms)})
+        self.send({"path": sys.path, **start})
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Queue a message, and write as much as the pipe takes."""
         # Rows of Parquet may hold dates and decimals, for which JSON has no type: rewards see them as text.
         self._outgoing += json.dumps(message, default=str).encode() + b"\n"

@@ -1,38 +1,36 @@
-"""A process that scores answers: `python -m headway.rl.scorer_process PARENT`, JSON lines on stdin and stdout.
+"""A process that scores answers, or is an environment: `python -m headway.rl.scorer_process PARENT`.
 
-The first line names the rewards; the answer is `ready`, or `refused` with a sentence. Each further line is an answer
-and the terms to score it by; the answer is one line per term, with its value or its error, as soon as it is known.
-What rewards print goes to stderr, up to a limit, and never into the protocol. It does not import torch, and imports
-only the rewards that are named.
+JSON lines on stdin and stdout. The first names the rewards or the environment; the answer is `ready`, or `refused` with
+a sentence. Each further line is an answer and the terms to score it by, or a turn; the answer is one line per term,
+with its value or its error, as soon as it is known. What rewards print goes to stderr, up to a limit, and never into
+the protocol. It does not import torch, and imports only what is named.
 """
 
 import ctypes
 import importlib
 import io
 import json
-import math
-import numbers
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from headway.errors import HeadwayError
+from headway.rl.environments import Turn, load_environment
+from headway.rl.environments.checked_reply import checked_reply
 from headway.rl.rewards import Answer, load_reward
+from headway.rl.rewards.value import checked
 
 PR_SET_PDEATHSIG = 1
 MOST_PRINTED = 1 << 16
 """Characters of a process's rewards that reach the log; what they print afterwards is dropped."""
 MOST_ERROR = 8000
 """Characters of a traceback that are kept: its beginning and its end."""
-MOST_SHOWN = 200
-"""Characters of a wrong value in a message."""
-MOST_REWARD = 1e9
-"""A larger value is an error: it would drown all others, and its weighted sum may overflow."""
 
 
 class LimitedText(io.TextIOBase):
@@ -72,15 +70,24 @@ def main() -> None:
         return
     sys.path[:] = start["path"]
     try:
-        rewards = [(load_reward(term["name"]), term["args"]) for term in start["rewards"]]
+        run = _calls(start)
     except HeadwayError as error:
         reply({"refused": error.message, "hint": error.hint})
         return
     reply({"ready": True})
     for line in requests:
         fields = json.loads(line)
-        for message in score(rewards, fields.pop("terms"), Answer(**fields)):
+        for message in run(fields.pop("terms"), fields):
             reply(message)
+
+
+def _calls(start: dict[str, Any]) -> Callable[[Sequence[int], dict[str, Any]], Iterator[dict[str, Any]]]:
+    """Return what runs the calls of a process; raise HeadwayError if it cannot be imported."""
+    if "environment" in start:
+        environment = load_environment(**start["environment"])
+        return lambda terms, fields: (result(term, partial(take_turn, environment, fields)) for term in terms)
+    rewards = [(load_reward(term["name"]), term["args"]) for term in start["rewards"]]
+    return lambda terms, fields: score(rewards, terms, Answer(**fields))
 
 
 def score(
@@ -89,43 +96,34 @@ def score(
     """Yield the value or the error of each term."""
     for term in terms:
         reward, args = rewards[term]
-        try:
-            yield {"term": term, "value": checked(reward(answer, **args))}
-        except HeadwayError as error:
-            yield {"term": term, "error": error.message if error.hint is None else f"{error.message} ({error.hint})"}
-        except BaseException as error:  # SystemExit of a library ends no scoring either
-            yield {"term": term, "error": _shorten(_trace(error))}
+        yield result(term, partial(_value, reward, answer, args))
 
 
-def checked(value: Any) -> float:
-    """Return a reward as a float; raise HeadwayError with the value if it is no number or not finite."""
-    if not isinstance(value, numbers.Real):
-        raise HeadwayError(f"returned {_show(value)}, which is no number")
+def _value(reward: Callable[..., Any], answer: Answer, args: dict[str, Any]) -> float:
+    return checked(reward(answer, **args))
+
+
+def take_turn(environment: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return an environment's reply to a turn, as JSON."""
+    return checked_reply(environment.reply(Turn(**fields)))
+
+
+def result(term: int, call: Callable[[], Any]) -> dict[str, Any]:
+    """Return the value or the error of one call."""
     try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise HeadwayError(f"returned {_show(value)}, which is not finite")
-    if abs(number) > MOST_REWARD:
-        raise HeadwayError(f"returned {_show(value)}; rewards are at most {MOST_REWARD:g}")
-    return number
-
-
-def _show(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # of a class of the user's, or an int of too many digits
-        text = "a value"
-    if len(text) > MOST_SHOWN:
-        text = f"{text[:MOST_SHOWN]}..."
-    return f"{text} ({type(value).__name__})"
+        return {"term": term, "value": call()}
+    except HeadwayError as error:
+        return {"term": term, "error": error.message if error.hint is None else f"{error.message} ({error.hint})"}
+    except BaseException as error:  # SystemExit of a library ends no scoring either
+        return {"term": term, "error": _shorten(_trace(error))}
 
 
 def _trace(error: BaseException) -> str:
-    """Return a traceback from the reward on."""
+    """Return a traceback from the user's code on."""
+    inner = error.__traceback__
+    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+        inner = inner.tb_next
     try:
-        inner = error.__traceback__.tb_next if error.__traceback__ else None
         return "".join(traceback.format_exception(type(error), error, inner)).strip()
     except Exception:  # its __str__ may raise
         return type(error).__name__

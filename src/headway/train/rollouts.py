@@ -32,11 +32,11 @@ from headway.rl.packing import PackedAnswers, pack_answers, per_answer
 from headway.rl.rewards import Answer
 from headway.rl.rollout import Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, from_lines, to_lines
-from headway.rl.scorer import Scorer
+from headway.rl.scorer import Scorer, with_environment
 from headway.state import list_checkpoints
 from headway.track import Recorder, RunFolder
 from headway.track.heartbeat import HeartbeatWriter
-from headway.train.answers import AnswerRequest, AnswerSampler
+from headway.train.answers import AnswerRequest, AnswerSampler, live_sampler
 from headway.train.fail_together import fail_together
 from headway.train.fault_injector import WorkerFaultInjector
 from headway.train.feed import FedStep, on_device
@@ -110,8 +110,10 @@ class RolloutFeed:
         return FedStep(self._on_device(rows), rows.trained, counts, self._end, tokens, lesson.metrics)
 
     def close(self) -> None:
-        """End the processes that score."""
+        """End the processes that score, and those of an environment."""
         self._scorer.close()
+        if self._sampler is not None:
+            self._sampler.close()
 
     def held_out_rewards(self, held_out: Ids, version: int) -> dict[str, float]:
         """See Feed: of one greedy answer to each prompt; all workers together."""
@@ -230,7 +232,8 @@ class RolloutFeed:
         def take() -> None:
             self._beat.mark()
             for number, score in self._scorer.poll().items():
-                rollout = replace(unscored.pop(number), score=score)
+                rollout = unscored.pop(number)
+                rollout = replace(rollout, score=with_environment(score, rollout.score))
                 store(rollout)
                 scored.append(rollout)
 
@@ -257,7 +260,7 @@ class RolloutFeed:
         """Return the sampler, with the weights of now; all workers together."""
         with self._recorder.span("sync"):
             if self._sampler is None:
-                self._sampler = AnswerSampler(self._recipe, self._run, self._spread, self._world)
+                self._sampler = live_sampler(self._recipe, self._run, self._spread, self._world)
             self._sampler.take_weights(version)
         return self._sampler
 
@@ -307,7 +310,7 @@ class RolloutFeed:
 
     def _weights(self, group: Group) -> np.ndarray:
         """Return the weights of a group's answers in the loss."""
-        whole = np.array([rollout.finish != "length" for rollout in group.rollouts])
+        whole = np.array([not rollout.truncated for rollout in group.rollouts])
         return (group.present & (whole | (not self._rl.mask_truncated))).astype(np.float64)
 
     def _nothing_to_learn(self, step: int, groups: int) -> None:
@@ -371,10 +374,10 @@ class RolloutFeed:
 def _answer_of(rollout: Rollout, prompt: Prompt) -> Answer:
     """Return what a reward sees of an answer."""
     return Answer(
-        text=rollout.text,
+        text="\n".join(rollout.turns) if rollout.turns else rollout.text,
         prompt=prompt.text,
         fields=prompt.fields,
-        tokens=len(rollout.token_ids),
+        tokens=rollout.tokens,
         finish=rollout.finish,
     )
 

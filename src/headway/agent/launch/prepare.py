@@ -39,6 +39,7 @@ from headway.recipe.lora import adapted_layers
 from headway.recipe.objective import CustomObjective, Reward
 from headway.recipe.patterns import matched
 from headway.recipe.upgrade import upgrade_recipe
+from headway.rl.check import check_rl
 from headway.state import find_checkpoint, list_checkpoints
 from headway.state.address import is_in_store, open_address
 from headway.state.base_weights import base_digest, check_base
@@ -93,6 +94,8 @@ def new_run(
     store_notes = check_store(recipe)
     if isinstance(recipe.objective, CustomObjective) and on is None:  # other machines may have other packages
         check_class(recipe.objective.class_, "objective.class")
+    if recipe.rl is not None and on is None:
+        check_rl(recipe.rl)
     recipe = resolve_recipe(recipe, root)
     available = on or devices(recipe.train.device)
     branch = branch_point(root, origin) if origin else None

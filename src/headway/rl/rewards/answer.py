@@ -12,7 +12,7 @@ class Answer:
     """An answer to a prompt: `def reward(answer: Answer, **args) -> float`."""
 
     text: str
-    """What the model wrote, without special tokens."""
+    """What the model wrote, without special tokens; in an environment, its turns one below the other."""
     prompt: str
     """What it answers: the user's text, or all messages as JSON."""
     fields: Mapping[str, Any]
@@ -20,7 +20,7 @@ class Answer:
     tokens: int
     """Tokens that the model wrote."""
     finish: str
-    """`stop`; `length` if it was cut at rl.max_tokens; or what an environment ended with."""
+    """`stop`; `length` or `turns` if it was cut at rl.max_tokens or rl.turns; `environment` if that failed."""
 
     def field(self, name: str) -> Any:
         """Return a field of the prompt's row; raise DataError if the row has none of this name."""

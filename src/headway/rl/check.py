@@ -1,4 +1,5 @@
-"""Checks the rewards that a recipe names, before a run starts. A user's module is parsed, not imported."""
+"""Checks the rewards and the environment that a recipe names, before a run starts. A user's module is parsed, not
+imported."""
 
 import inspect
 from collections.abc import Sequence
@@ -8,8 +9,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from headway.errors import RecipeError, suggest, what_is_wrong
 from headway.recipe.find_own_code import check_class
-from headway.recipe.rl import RewardTerm
+from headway.recipe.rl import RewardTerm, Rl
 from headway.rl.rewards.names import RewardFunction, load_reward
+
+
+def check_rl(rl: Rl) -> None:
+    """Raise RecipeError unless scorer processes will find the rewards and the environment of a recipe."""
+    check_rewards(rl.rewards)
+    if rl.environment is not None:
+        check_class(rl.environment, "rl.environment")
 
 
 def check_rewards(terms: Sequence[RewardTerm]) -> None:
