@@ -155,7 +155,7 @@ def _next(manifest: DatasetManifest, path: Path) -> str:
     """Return the command that trains on a dataset."""
     policy = ""
     if manifest.chat is not None and manifest.chat.kind == "prompts":
-        policy = """ --set objective.kind=grpo --set 'rl.rewards=["math"]'"""
+        policy = " --set objective.kind=grpo"
     return f"headway train RECIPE{policy} --set data.path={shlex.quote(str(path))}"
 
 
