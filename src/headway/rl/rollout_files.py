@@ -93,13 +93,13 @@ class RolloutFiles:
 
     def read_parts(self, header: BatchHeader) -> dict[tuple[int, int], Rollout]:
         """Return the rollouts of an unfinished batch by sample and answer, from all workers' files of this header."""
-        found = dict[tuple[int, int], Rollout]()
+        rollouts = dict[tuple[int, int], Rollout]()
         for path in sorted(self._folder.glob(f"batch-{header.step:08d}.rank-*.part.jsonl")):
             lines = list(_lines(path))
             if _header_of(lines) == header:
-                rollouts = map(_rollout_of, lines[1:])
-                found |= {(rollout.sample, rollout.answer): rollout for rollout in rollouts}
-        return found
+                for rollout in map(_rollout_of, lines[1:]):
+                    rollouts[rollout.sample, rollout.answer] = rollout
+        return rollouts
 
     def open_part(self, header: BatchHeader, rank: int) -> "PartWriter":
         """Return the file that a worker appends rollouts of a batch to."""
