@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from headway.track import RunFolder, read_metric
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EXPECTED = {
+    "countdown.py": "data/countdown.jsonl: 2000 problems",
     "make_chats.py": "conversations, as many pairs of answers, and a chat template",
     "from_python.py": "finished, all steps done",
     "jsonl_with_prompts.py": "were trained on in the first; the rest are prompts",
@@ -57,7 +59,28 @@ def test_what_an_example_imports_of_headway_is_there(path: Path) -> None:
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     """What they show is tested in seconds: here, or in test_gradients.py, test_data_mixtures.py and test_exact.py."""
     assert EXPECTED[name] in run(name, tmp_path)
-    assert (tmp_path / "runs").is_dir() == (name not in ("plan_from_python.py", "make_chats.py"))  # these run nothing
+    run_nothing = ("countdown.py", "plan_from_python.py", "make_chats.py")
+    assert (tmp_path / "runs").is_dir() == (name not in run_nothing)
+
+
+def test_countdown_problems_are_solvable_and_of_one_seed_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    countdown = importlib.import_module("countdown")
+    for numbers in (2, 3, 4):
+        made = list(countdown.problems(200, numbers, 12, 0, set()))
+        assert made == list(countdown.problems(200, numbers, 12, 0, set()))
+        known = {(tuple(sorted(given)), target) for given, target, _ in made}
+        others = list(countdown.problems(100, numbers, 12, 1, known))
+        assert known.isdisjoint((tuple(sorted(given)), target) for given, target, _ in others)
+        assert len(known) == 200
+        for given, target, solution in made + others:
+            assert len(given) == numbers
+            assert sorted(map(int, re.findall("[0-9]+", solution))) == sorted(given)
+            assert eval(solution, {"__builtins__": {}}) == target  # digits, signs and brackets
+            assert re.fullmatch(r"[-+*()0-9]+", solution)
+    row = countdown.row([3, 4], 12, "3*4")
+    assert row["messages"][1]["content"] == "<answer>3*4</answer>"
+    assert countdown.row([3, 4], 12, None) == {"prompt": "Make 12 from 3, 4.", "numbers": [3, 4], "target": 12}
 
 
 def test_a_plan_is_made_from_python(capsys: pytest.CaptureFixture[str]) -> None:

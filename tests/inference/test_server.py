@@ -40,7 +40,8 @@ def test_completions_are_what_the_engine_generates(served: Served) -> None:
         for index, output in enumerate(expected.outputs):
             choice = answer.choices[2 * place + index]
             assert (choice.index, choice.text) == (2 * place + index, output.text)
-            assert choice.logprobs.token_logprobs == [row.logprob for row in output.logprobs]
+            # The server may put the two prompts into other batches, whose products round differently with AVX-512.
+            assert choice.logprobs.token_logprobs == pytest.approx([row.logprob for row in output.logprobs], abs=1e-5)
             assert choice.finish_reason == "length"
     assert answer.usage.completion_tokens == 4 * 9
 

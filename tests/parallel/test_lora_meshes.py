@@ -56,14 +56,15 @@ def start(name: str, shape: tuple[int, ...], recipe: Recipe) -> torch.Tensor:
 
 
 def reference(recipe: Recipe) -> Named:
-    model, lora = empty_decoder(recipe.model), recipe.lora
+    # In float64: the merged weights of float32 have lost digits that the small gradients of A would show.
+    model, lora = empty_decoder(recipe.model).double(), recipe.lora
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    weights = {name: start(name, shape, recipe) for name, shape in shapes.items()}
+    weights = {name: start(name, shape, recipe).double() for name, shape in shapes.items()}
     adapters = dict[str, torch.Tensor]()
     for layer in adapted_layers(recipe.model, lora.targets):
         outputs, inputs = shapes[f"{layer}.weight"]
-        adapters[f"{layer}.{A}"] = start(f"{layer}.{A}", (lora.rank, inputs), recipe)
-        adapters[f"{layer}.{B}"] = start(f"{layer}.{B}", (outputs, lora.rank), recipe)
+        adapters[f"{layer}.{A}"] = start(f"{layer}.{A}", (lora.rank, inputs), recipe).double()
+        adapters[f"{layer}.{B}"] = start(f"{layer}.{B}", (outputs, lora.rank), recipe).double()
     inputs, labels, documents = batch(recipe.train.batch)
     results = {}
 
@@ -152,4 +153,5 @@ def rank_results(tmp_path_factory) -> Any:
 def test_adapters_on_a_mesh_have_the_gradients_of_the_merged_model(rank_results, name: str) -> None:
     mesh = (MESHES | MORE)[name]
     ranks = of(name, rank_results(name in MORE, workers_of(mesh[0])))
-    assert_equal(ranks, reference(lora_recipe(*mesh)), loss=1e-5, rest=1e-4)
+    # One process in float32 is up to 9e-5 off the reference in float64 (with AVX-512); a mesh sums in another order.
+    assert_equal(ranks, reference(lora_recipe(*mesh)), loss=1e-5, rest=3e-4)

@@ -1,6 +1,8 @@
-"""What `headway data show --chat N` prints: a sample message by message, with what is trained on in colour."""
+"""What `headway data show --chat N` prints: a sample message by message, with what is trained on in colour; or a prompt
+with its fields."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +12,7 @@ from headway.cli.text import columns, plural
 from headway.data import Dataset
 from headway.data.chat_samples import ROLES
 from headway.data.manifest import ChatFacts
+from headway.data.prompts import PromptReader
 from headway.errors import UsageError
 
 _LABEL = 11
@@ -93,6 +96,37 @@ def _lines(text: str, width: int) -> Iterator[str]:
         plain += "\\n" * (len(line) - len(body))
         for start in range(0, len(plain), width):
             yield plain[start : start + width]
+
+
+def prompt_facts(dataset: Dataset, number: int) -> dict[str, Any]:
+    """Return a prompt as it is rendered, with its fields."""
+    reader = PromptReader(dataset)
+    if not 0 <= number < len(reader):
+        raise UsageError(f"there is no prompt {number}", hint=f"0 to {len(reader) - 1}")
+    prompt = reader.prompt(number)
+    return {
+        "prompt": number,
+        "of": len(reader),
+        "kind": dataset.kind,
+        "tokens": list(prompt.ids),
+        "rendered": dataset.tokenizer(special_tokens=True).decode(prompt.ids),
+        "text": prompt.text,
+        "fields": dict(prompt.fields),
+    }
+
+
+def print_prompt(prompt: dict[str, Any]) -> None:
+    """Print a prompt as it is rendered, and its fields."""
+    print(f"prompt {prompt['prompt']:,} of {prompt['of']:,}: {plural(len(prompt['tokens']), 'token')}")
+    for name, text in (("rendered", prompt["rendered"]), *_fields(prompt["fields"])):
+        for position, line in enumerate(_lines(text, columns() - _LABEL)):
+            label = f"{name if len(name) < _LABEL else name[: _LABEL - 2] + '…'}" if position == 0 else ""
+            print(f"{label:{_LABEL}}{line}".rstrip())
+
+
+def _fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in fields.items():
+        yield name, value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
 def packing_line(chat: ChatFacts, packing: Any) -> str:

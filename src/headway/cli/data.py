@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from headway.cli.chat_view import chat_sample, packing_line, print_chat_sample
+from headway.cli.chat_view import chat_sample, packing_line, print_chat_sample, print_prompt, prompt_facts
 from headway.cli.data_mix import print_mix
 from headway.cli.options import Json, Settings
 from headway.cli.progress import terminal_bars
@@ -31,8 +31,10 @@ from headway.data import (
 )
 from headway.data.build import RemoteEncoders
 from headway.data.chat_build import ChatOptions, build_chat_dataset
+from headway.data.manifest import DatasetManifest
 from headway.data.own_source import own_sources
 from headway.data.packing import Packing, compute_packing
+from headway.data.prompts import PromptReader
 from headway.data.tokenizer import limit_threads
 from headway.errors import UsageError
 from headway.recipe import Data
@@ -76,6 +78,9 @@ def build_command(
         Path | None,
         typer.Option(metavar="MODEL", help="The sources are chats or preferences, for the model in this folder."),
     ] = None,
+    prompts: Annotated[
+        bool, typer.Option("--prompts", help="With --chat: the rows are prompts for reinforcement learning.")
+    ] = False,
     template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Chat template, if not the model's own.")
     ] = None,
@@ -92,7 +97,8 @@ def build_command(
     """Build a dataset from text, JSONL or Parquet files.
 
     JSONL may be plain, gzip or zstd. With --chat, rows are conversations, prompts with completions, or pairs of a
-    chosen and a rejected answer, rendered by the chat template of a model's folder.
+    chosen and a rejected answer, rendered by the chat template of a model's folder; with --prompts too, prompts with
+    fields for the rewards of reinforcement learning.
     """
     if threads is not None:
         limit_threads(threads)
@@ -103,8 +109,8 @@ def build_command(
         "on_skip": lambda sentence: print(f"skipped: {sentence}", file=sys.stderr),
         "on_note": lambda sentence: print(f"note: {sentence}", file=sys.stderr),
     }
-    if chat is None and (template is not None or template_arguments != "{}"):
-        raise UsageError("--template is for chats", hint="add --chat MODEL")
+    if chat is None and (prompts or template is not None or template_arguments != "{}"):
+        raise UsageError(f"{'--prompts' if prompts else '--template'} is for chats", hint="add --chat MODEL")
     if chat is not None and (tokenizer is not None or engine != "local"):
         option = "--engine ray" if tokenizer is None else "--tokenizer"
         raise UsageError(f"{option} is for text; chats use the model's tokenizer on this machine", hint="leave it out")
@@ -117,6 +123,7 @@ def build_command(
                 exclude=tuple(exclude or ()),
                 reading=reading,
                 shard_tokens=shard_tokens,
+                prompts=prompts,
             )
             built = build_chat_dataset(out, files, chats, processes=threads, progress=progress, **settings)
         else:
@@ -141,7 +148,15 @@ def build_command(
         print(f"skipped    {built.skipped:,} unreadable files, lines or rows")
     if not built.changed:
         print("unchanged  this version already exists")
-    print(f"\nnext: headway train RECIPE --set data.path={shlex.quote(str(out))}")
+    print(f"\nnext: {_next(built.manifest, out)}")
+
+
+def _next(manifest: DatasetManifest, path: Path) -> str:
+    """Return the command that trains on a dataset."""
+    policy = ""
+    if manifest.chat is not None and manifest.chat.kind == "prompts":
+        policy = """ --set objective.kind=grpo --set 'rl.rewards=["math"]'"""
+    return f"headway train RECIPE{policy} --set data.path={shlex.quote(str(path))}"
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -171,20 +186,25 @@ def show_command(
     path: DataPath,
     samples: Annotated[int, typer.Option(min=0, help="Documents to preview.")] = 3,
     chat: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Print chat sample N with what is trained on in colour.")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Print chat sample N with what is trained on in colour, or prompt N."),
     ] = None,
     seq: Annotated[int, typer.Option(min=1, help="Of chats, show how they fill rows of so many tokens.")] = 4096,
     as_json: Json = False,
 ) -> None:
     """Show counts and the beginnings of a few documents."""
     dataset = open_dataset(path)
+    if chat is not None and dataset.kind == "prompts":
+        prompt = prompt_facts(dataset, chat)
+        print_json(prompt) if as_json else print_prompt(prompt)
+        return
     if chat is not None:
         sample = chat_sample(dataset, chat)
         print_json(sample) if as_json else print_chat_sample(sample)
         return
     shown = list(_samples(dataset, samples))
     packing = None
-    if dataset.manifest.chat is not None:
+    if dataset.kind not in ("text", "prompts"):
         packing = compute_packing(dataset, Data(path=str(path), seq=seq, holdout=0, over_length="drop"))
     if as_json:
         rows = {} if packing is None else {"packing": _packing_facts(packing)}
@@ -198,7 +218,9 @@ def show_command(
         if sample["prompt"]:
             _print_text("prompt", sample["prompt"])
         _print_text("text" if sample["prompt"] else "", sample["text"])
-    print(f"\nnext: headway train RECIPE --set data.path={shlex.quote(str(path))}")
+        if "fields" in sample:
+            _print_text("fields", json.dumps(sample["fields"], ensure_ascii=False))
+    print(f"\nnext: {_next(dataset.manifest, path)}")
 
 
 def _packing_facts(packing: Packing) -> dict[str, Any]:
@@ -243,7 +265,10 @@ def _print_facts(path: Path, manifest: Any) -> None:
     print(f"version    {facts['version']}")
     print(f"tokens     {facts['tokens']:,} in {plural(facts['shards'], 'shard')}, {_size(facts['bytes'])}")
     print(f"documents  {facts['documents']:,}, {mean:,.0f} tokens each on average")
-    if chat := facts.get("chat"):
+    chat = facts.get("chat")
+    if chat and chat["kind"] == "prompts":
+        print("kind       prompts for reinforcement learning")
+    elif chat:
         print(
             f"chat       {chat['kind']}: {plural(chat['conversations'], 'conversation')}, "
             f"{chat['trained_tokens']:,} tokens of answers"
@@ -257,6 +282,7 @@ def _samples(dataset: Dataset, count: int) -> Iterator[dict[str, Any]]:
     """Yield the beginnings of documents spread evenly over the dataset."""
     total = dataset.manifest.documents
     tokenizer = dataset.tokenizer()
+    prompts = PromptReader(dataset) if dataset.kind == "prompts" else None
     for number in sorted({index * total // max(count, 1) for index in range(count)}):
         document = dataset.document(number)
         body = document.ids[document.prompt : document.prompt + 64]
@@ -266,6 +292,7 @@ def _samples(dataset: Dataset, count: int) -> Iterator[dict[str, Any]]:
             "prompt_tokens": document.prompt,
             "prompt": tokenizer.decode(document.ids[: min(document.prompt, 64)]),
             "text": tokenizer.decode(body),
+            **({} if prompts is None else {"fields": prompts.prompt(number).fields}),
         }
 
 

@@ -49,7 +49,7 @@ class LiveStatus:
     workers: int = 1
     facts: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
-    eval_loss: float | None = None
+    evaluated: float | None = None
     eval_step: int = 0
     overhead_ns: dict[str, int] = field(default_factory=dict)
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SPEED_OVER_STEPS + 1))
@@ -94,7 +94,7 @@ class LiveStatus:
                 if event.get("of") == "teacher":
                     self.scored_what = "the teacher's likeliest tokens"
             case "eval":
-                self.eval_loss, self.eval_step = event["loss"], event["step"]
+                self.evaluated, self.eval_step = event.get("reward", event.get("loss")), event["step"]
             case "attempt":
                 self._open.clear()  # spans of an attempt that was cut short never end
                 self.recent.clear()
@@ -175,6 +175,7 @@ class LiveStatus:
             return "(numbers follow when the folder works again)"
         parts = []
         for key, form in (
+            ("reward", "reward {:.3f}"),
             ("loss", "loss {:.4f}"),
             ("accuracy", "accuracy {:.0%}"),
             ("kl", "KL {:.4f}"),
@@ -185,9 +186,9 @@ class LiveStatus:
             if key in self.last:
                 value = self.last[key]
                 parts.append(f"{key} not finite" if value is None else form.format(value))
-        if self.eval_loss is not None:
+        if self.evaluated is not None:
             behind = "" if self.eval_step == self.step else f" (step {self.eval_step})"
-            parts.append(f"eval {self.eval_loss:.4f}{behind}")
+            parts.append(f"eval {self.evaluated:.4f}{behind}")
         if self.tokens_per_s is not None:
             parts.append(f"{count(self.tokens_per_s)} tokens/s")
         if self.mfu is not None:

@@ -4,7 +4,7 @@ A batch is `BATCH_ROWS` consecutive records of the sources; what becomes of it d
 number of processes gives the same samples in the same order. A process parses only the records of its own batches.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,11 +12,17 @@ import numpy as np
 
 from headway.data.chat_rows import ROW_KEYS, BadRow, ChatRow, Kind, parse_row, with_other_answers
 from headway.data.chat_tokens import EncodedSample, SampleEncoder
+from headway.data.prompt_rows import parse_prompt
 from headway.data.sources import BadRecordError, ReadOptions, SourceFile, read_objects
 from headway.data.template_layout import Refused, SampleMaker, make_samples
 
 BATCH_ROWS = 2048
-KINDS: dict[str, str] = {"chat": "a conversation", "pairs": "a pair of answers", "labelled": "a labelled answer"}
+KINDS: dict[str, str] = {
+    "chat": "a conversation",
+    "pairs": "a pair of answers",
+    "labelled": "a labelled answer",
+    "prompts": "a prompt",
+}
 
 
 class PlacedRow(NamedTuple):
@@ -54,6 +60,8 @@ class EncodedUnit(NamedTuple):
     """Whether it is the first of its conversation."""
     weight: float
     desirable: bool
+    line: str = ""
+    """Of a prompt, what is stored beside its tokens."""
 
 
 class EncodedBatch(NamedTuple):
@@ -66,9 +74,14 @@ class EncodedBatch(NamedTuple):
 
 
 def read_batches(
-    files: Sequence[SourceFile], reading: ReadOptions, mine: Callable[[int], bool] = lambda _: True
+    files: Sequence[SourceFile],
+    reading: ReadOptions,
+    mine: Callable[[int], bool] = lambda _: True,
+    *,
+    prompts: bool = False,
 ) -> Iterator[RowBatch]:
-    """Yield the batches whose numbers are `mine`, in order."""
+    """Yield the batches whose numbers are `mine`, in order; rows of `prompts` are read whole."""
+    parse, keys = (parse_prompt, None) if prompts else (parse_row, ROW_KEYS)
     kind: tuple[Kind, str] | None = None  # of the first row that can be used, and where that is
     previous: ChatRow | None = None  # the row before this one, if it can be used
     batch = RowBatch([], [], None, 0)
@@ -77,7 +90,7 @@ def read_batches(
         # The record before a batch may lend its answer to the first one in it.
         return kind is None or mine(index // BATCH_ROWS) or mine((index + 1) // BATCH_ROWS)
 
-    for index, (place, record, position) in enumerate(_records(files, reading, is_wanted)):
+    for index, (place, record, position) in enumerate(_records(files, reading, keys, is_wanted)):
         own = mine(index // BATCH_ROWS)
         if index % BATCH_ROWS == 0:
             if batch.rows or batch.refused:
@@ -88,7 +101,7 @@ def read_batches(
         if record is None:
             continue
         try:
-            row = _parsed(record, kind)
+            row = _parsed(record, parse, kind)
         except BadRow as bad:
             if own:
                 batch.refused.append(Refusal(index % BATCH_ROWS, place, str(bad)))
@@ -105,7 +118,7 @@ _Record = dict[str, object] | BadRecordError | None
 
 
 def _records(
-    files: Sequence[SourceFile], reading: ReadOptions, wanted: Callable[[int], bool]
+    files: Sequence[SourceFile], reading: ReadOptions, keys: Sequence[str] | None, wanted: Callable[[int], bool]
 ) -> Iterator[tuple[str, _Record, int]]:
     """Yield (place, record if it is wanted, position) of all sources."""
     first = start = 0
@@ -115,16 +128,20 @@ def _records(
 
     for source in files:
         count = 0
-        for where, record, offset in read_objects(source, reading, ROW_KEYS, is_wanted):
+        for where, record, offset in read_objects(source, reading, keys, is_wanted):
             count += 1
             yield f"{source.path} {where}", record, start + offset
         first, start = first + count, start + source.bytes
 
 
-def _parsed(record: dict[str, object] | BadRecordError, kind: tuple[Kind, str] | None) -> ChatRow:
+def _parsed(
+    record: dict[str, object] | BadRecordError,
+    parse: Callable[[Mapping[str, object]], ChatRow],
+    kind: tuple[Kind, str] | None,
+) -> ChatRow:
     if isinstance(record, BadRecordError):
         raise BadRow(str(record))
-    row = parse_row(record)
+    row = parse(record)
     if kind is not None and row.kind != kind[0]:
         raise BadRow(f"{KINDS[row.kind]}, but {kind[1]} is {KINDS[kind[0]]}")
     return row
@@ -178,7 +195,8 @@ def _units(conversations: list[list[EncodedSample]], row: ChatRow) -> list[Encod
     if len(conversations) == 2:
         return [EncodedUnit([samples[0] for samples in conversations], True, row.weight, row.desirable)]
     return [
-        EncodedUnit([sample], number == 0, row.weight, row.desirable) for number, sample in enumerate(conversations[0])
+        EncodedUnit([sample], number == 0, row.weight, row.desirable, row.line)
+        for number, sample in enumerate(conversations[0])
     ]
 
 
@@ -188,7 +206,10 @@ def _why_unusable(conversations: Sequence[list[EncodedSample] | Refused], kind: 
         if isinstance(samples, Refused):
             return samples.reason
         for sample in samples:
-            if not any(trained for _, _, _, trained in sample.spans):
+            if kind == "prompts":
+                if not sample.length:
+                    return "the prompt has no tokens"
+            elif not any(trained for _, _, _, trained in sample.spans):
                 return "an assistant turn has no tokens"
     if len(conversations) == 2:
         first, second = conversations

@@ -28,6 +28,7 @@ from headway.data.build import (
 )
 from headway.data.chat_batches import EncodedBatch, Refusal
 from headway.data.chat_processes import ChatJob, encoded_batches, in_processes
+from headway.data.chat_rows import Conversation
 from headway.data.chat_template import (
     SETTINGS_FILE,
     TEMPLATE_FILE,
@@ -36,11 +37,11 @@ from headway.data.chat_template import (
     read_chat_template,
     special_token_names,
 )
-from headway.data.chat_tokens import EncodedSample
+from headway.data.chat_tokens import EncodedSample, SampleEncoder, end_pattern
 from headway.data.chat_writer import ChatWriter
 from headway.data.manifest import CHAT_FORMAT, MANIFEST, TOKENIZER, ChatFacts, DatasetManifest, stamp_of, write_stamp
 from headway.data.sources import ReadOptions, SourceFile, find_sources
-from headway.data.template_layout import LayoutMismatch
+from headway.data.template_layout import LayoutMismatch, Refused, SampleMaker, make_samples
 from headway.data.tiktoken_encoder import EncodersDiffer
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
 from headway.data.writer import dtype_for, new_folder, write_file
@@ -64,6 +65,8 @@ class ChatOptions:
     """Globs of files to leave out."""
     reading: ReadOptions = field(default_factory=ReadOptions)
     shard_tokens: int = 100_000_000
+    prompts: bool = False
+    """The rows are prompts for reinforcement learning; see `headway.data.prompt_rows`."""
 
 
 class _Model(NamedTuple):
@@ -87,7 +90,7 @@ def build_chat_dataset(
     on_skip: Callable[[str], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> BuildResult:
-    """Build a dataset of chats or preferences in the folder `out`; see `build_dataset` for the rest.
+    """Build a dataset of chats, preferences or prompts in the folder `out`; see `build_dataset` for the rest.
 
     Large sources are rendered and encoded in as many processes as there are cores, or in `processes`.
     """
@@ -124,7 +127,7 @@ def build_chat_dataset(
         encoded_by = f"{library} {installed_version(library)}"
         with new_folder(target) as folder, batches as entries:
             try:
-                manifest = _write(folder, used(entries), model, options.shard_tokens)
+                manifest = _write(folder, used(entries), model, options, note)
                 record = {**origin, "skipped": len(skipped), "engine": encoded_by}
                 write_file(folder / SOURCES, json.dumps(record, indent=1).encode() + b"\n")
                 changed = install(folder, target, manifest, force)
@@ -134,7 +137,9 @@ def build_chat_dataset(
         return BuildResult(target, manifest, changed, len(files), total, len(skipped), encoded_by)
 
     fast = tiktoken_encoder(model.tokenizer, engine, total, note)
-    job = ChatJob(options.model, model.template, tuple(files), options.reading, fast=fast is not None)
+    job = ChatJob(
+        options.model, model.template, tuple(files), options.reading, fast is not None, prompts=options.prompts
+    )
     while True:
         encode = model.tokenizer.encode_batch if fast is None else fast.encode_batch
         library = "tokenizers" if fast is None else "tiktoken"
@@ -191,6 +196,8 @@ def _origin(files: Sequence[SourceFile], options: ChatOptions, model: _Model) ->
     settings = (
         asdict(options) | {"model": str(Path(options.model).resolve()), "exclude": list(options.exclude)} | hashes
     )
+    if not options.prompts:
+        del settings["prompts"]  # which older datasets do not record
     return {
         "format": CHAT_FORMAT,
         "options": settings,
@@ -199,24 +206,22 @@ def _origin(files: Sequence[SourceFile], options: ChatOptions, model: _Model) ->
     }
 
 
-def _write(folder: Path, batches: Iterator[EncodedBatch], model: _Model, shard_tokens: int) -> DatasetManifest:
+def _write(
+    folder: Path,
+    batches: Iterator[EncodedBatch],
+    model: _Model,
+    options: ChatOptions,
+    note: Callable[[str], None],
+) -> DatasetManifest:
     dtype = dtype_for(model.tokenizer.vocab_size)
-    writer = ChatWriter(folder, dtype=dtype, shard_tokens=shard_tokens)
-    added = set(model.tokenizer.raw.get_added_tokens_decoder())
-    end_of_turn: int | None = None
-    kind, conversations = "chat", 0
+    writer = ChatWriter(folder, dtype=dtype, shard_tokens=options.shard_tokens)
     try:
-        for batch in batches:
-            for unit in batch.units:
-                conversations += unit.first
-                writer.add(unit.samples, conversation=conversations - 1, weight=unit.weight, desirable=unit.desirable)
-                if end_of_turn is None:
-                    last = _last_trained(unit.samples[0])
-                    end_of_turn = last if last in added else None
-            if batch.units:
-                kind = batch.kind
+        kind, conversations, end_of_turn = (_add_prompts if options.prompts else _add_chats)(
+            writer, batches, model, note
+        )
         if not writer.documents:
-            raise DataError("the sources hold no conversation", hint="check the files, and what was skipped")
+            what = "prompt" if options.prompts else "conversation"
+            raise DataError(f"the sources hold no {what}", hint="check the files, and what was skipped")
         writer.close()
     finally:
         writer.abandon()
@@ -237,6 +242,60 @@ def _write(folder: Path, batches: Iterator[EncodedBatch], model: _Model, shard_t
     write_file(folder / MANIFEST, manifest.canonical())
     write_stamp(folder, manifest.version, {file.name: stamp_of(folder / file.name) for file in manifest.all_files()})
     return manifest
+
+
+class _Added(NamedTuple):
+    """What was written."""
+
+    kind: str
+    conversations: int
+    end_of_turn: int | None
+
+
+def _add_chats(writer: ChatWriter, batches: Iterator[EncodedBatch], model: _Model, _: object) -> _Added:
+    """Write the samples of all conversations."""
+    added = set(model.tokenizer.raw.get_added_tokens_decoder())
+    end_of_turn: int | None = None
+    kind, conversations = "chat", 0
+    for batch in batches:
+        for unit in batch.units:
+            conversations += unit.first
+            writer.add(unit.samples, conversation=conversations - 1, weight=unit.weight, desirable=unit.desirable)
+            if end_of_turn is None:
+                last = _last_trained(unit.samples[0])
+                end_of_turn = last if last in added else None
+        if batch.units:
+            kind = batch.kind
+    return _Added(kind, conversations, end_of_turn)
+
+
+def _add_prompts(
+    writer: ChatWriter, batches: Iterator[EncodedBatch], model: _Model, note: Callable[[str], None]
+) -> _Added:
+    """Write all prompts; say how many repeat another."""
+    known: set[bytes] = set()
+    for batch in batches:
+        for unit in batch.units:
+            (sample,) = unit.samples
+            writer.add_prompt(sample, unit.line)
+            ids = np.concatenate(sample.ids).astype("<u4")
+            known.add(hashlib.blake2b(ids.tobytes(), digest_size=12).digest())
+    repeated = writer.documents - len(known)
+    if repeated:
+        note(f"prompts that repeat an earlier one: {repeated:,} of {writer.documents:,}")
+    return _Added("prompts", writer.documents, _end_of_turn(model))
+
+
+def _end_of_turn(model: _Model) -> int | None:
+    """Return the token that ends a turn of the model, from a conversation of one; None if the template writes none."""
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+    maker = SampleMaker(model.template, end_pattern(model.tokenizer), traced=False)
+    (samples,) = make_samples(maker, [Conversation(turns)])
+    if isinstance(samples, Refused):
+        return None
+    encoder = SampleEncoder(model.tokenizer, model.tokenizer.encode_batch)
+    last = _last_trained(encoder.encode_all(samples)[-1][-1])
+    return last if last in model.tokenizer.raw.get_added_tokens_decoder() else None
 
 
 def _last_trained(sample: EncodedSample) -> int:

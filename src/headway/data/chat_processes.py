@@ -40,6 +40,8 @@ class ChatJob:
     """Whether tiktoken encodes."""
     traced: bool = True
     """Whether layouts of the template save rendering."""
+    prompts: bool = False
+    """Whether the rows are prompts for reinforcement learning."""
 
     def to_json(self) -> str:
         """Serialize the job for a process."""
@@ -60,9 +62,10 @@ def encoded_batches(
     job: ChatJob, tokenizer: TextTokenizer, encode: Encode, index: int = 0, processes: int = 1
 ) -> Iterator[EncodedBatch]:
     """Yield every batch of a job whose number is `index` modulo `processes`."""
-    maker = SampleMaker(job.template, end_pattern(tokenizer), job.traced)
+    maker = SampleMaker(job.template, end_pattern(tokenizer), job.traced, job.prompts)
     encoder = BatchEncoder(maker, SampleEncoder(tokenizer, encode))
-    for batch in read_batches(job.files, job.reading, lambda number: number % processes == index):
+    own = read_batches(job.files, job.reading, lambda number: number % processes == index, prompts=job.prompts)
+    for batch in own:
         yield encoder.encode(batch)
 
 
@@ -121,7 +124,7 @@ def write_frame(out: IO[bytes], batch: EncodedBatch) -> None:
     )
     header = {
         "kind": batch.kind,
-        "units": [[len(unit.samples), unit.first, unit.weight, unit.desirable] for unit in batch.units],
+        "units": [[len(unit.samples), *unit[1:]] for unit in batch.units],
         "refused": batch.refused,
         "position": batch.position,
         "sizes": [len(array) for array in arrays],
@@ -159,10 +162,7 @@ def read_frame(source: IO[bytes]) -> EncodedBatch | None:
         EncodedSample([tokens[start:end]], all_spans[first:last], end - start)
         for start, end, first, last in zip([0, *ends], ends, [0, *span_ends], span_ends, strict=False)
     )
-    units = [
-        EncodedUnit([next(samples) for _ in range(count)], first, weight, desirable)
-        for count, first, weight, desirable in header["units"]
-    ]
+    units = [EncodedUnit([next(samples) for _ in range(count)], *columns) for count, *columns in header["units"]]
     return EncodedBatch(header["kind"], units, [Refusal(*refusal) for refusal in header["refused"]], header["position"])
 
 

@@ -8,7 +8,8 @@
 | preference | `chosen`, `rejected`, with `prompt` or as whole conversations |
 | labelled | any of the first three with `label`: whether the answer is desirable |
 
-A row may have a `weight`, and `chat_template_kwargs` for the template.
+A row may have a `weight`, and `chat_template_kwargs` for the template. Prompts for reinforcement learning have rows of
+their own: see `headway.data.prompt_rows`.
 """
 
 import json
@@ -16,7 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["chat", "pairs", "labelled"]
+Kind = Literal["chat", "pairs", "labelled", "prompts"]
 Message = dict[str, Any]
 
 ROW_KEYS = (
@@ -55,13 +56,13 @@ class ChatRow(NamedTuple):
     conversations: tuple[Conversation, ...]
     weight: float = 1.0
     desirable: bool = True
+    line: str = ""
+    """Of a prompt, what is stored beside its tokens."""
 
 
 def parse_row(row: Mapping[str, Any]) -> ChatRow:
     """Return the conversations of a row; raise BadRow if it has none."""
-    tools, arguments = _tools(row.get("tools")), row.get("chat_template_kwargs")
-    if arguments is not None and not isinstance(arguments, Mapping):
-        raise BadRow(f"chat_template_kwargs is {_type(arguments)}, not an object")
+    tools, arguments = row_tools(row), row_arguments(row)
     weight = _weight(row.get("weight"))
     if row.get("chosen") is not None or row.get("rejected") is not None:
         conversations = [Conversation(m, context, tools, arguments) for m, context in _pair(row)]
@@ -72,7 +73,7 @@ def parse_row(row: Mapping[str, Any]) -> ChatRow:
         raise BadRow(f"label is {label!r}, not true or false")
     if label is not None and not context:  # the label is that of the last answer
         context = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-    conversation = Conversation(_checked(messages), context, tools, arguments)
+    conversation = Conversation(checked_messages(messages), context, tools, arguments)
     return ChatRow("chat" if label is None else "labelled", (conversation,), weight, label is not False)
 
 
@@ -96,12 +97,12 @@ def _answered(prompt: Conversation, other: Conversation) -> Conversation:
 def _conversation(row: Mapping[str, Any]) -> tuple[list[Message], int]:
     """Return the messages of a row, and how many of them are a prompt."""
     if row.get("messages") is not None:
-        return _messages(row["messages"], "messages", "user"), 0
+        return parse_messages(row["messages"], "messages", "user"), 0
     if row.get("conversations") is not None:
-        return _system(row) + _messages(row["conversations"], "conversations", "user"), 0
+        return _system(row) + parse_messages(row["conversations"], "conversations", "user"), 0
     if row.get("prompt") is not None and row.get("completion") is not None:
-        prompt = _system(row) + _messages(row["prompt"], "prompt", "user")
-        return prompt + _messages(row["completion"], "completion", "assistant"), len(prompt)
+        prompt = _system(row) + parse_messages(row["prompt"], "prompt", "user")
+        return prompt + parse_messages(row["completion"], "completion", "assistant"), len(prompt)
     keys = ", ".join(sorted(str(key) for key, value in row.items() if value is not None)) or "none"
     raise BadRow(f"no messages, conversations, prompt and completion, or chosen and rejected; it has {keys}")
 
@@ -110,7 +111,7 @@ def _pair(row: Mapping[str, Any]) -> list[tuple[list[Message], int]]:
     """Return the chosen and the rejected conversation, and how many messages of each are the prompt."""
     if row.get("chosen") is None or row.get("rejected") is None:
         raise BadRow(f"no {'rejected' if row.get('rejected') is None else 'chosen'} answer")
-    answers = [_messages(row[name], name, "assistant") for name in ("chosen", "rejected")]
+    answers = [parse_messages(row[name], name, "assistant") for name in ("chosen", "rejected")]
     before = row.get("prompt") if row.get("prompt") is not None else row.get("conversations")
     whole = all(answer and answer[0]["role"] != "assistant" for answer in answers)
     if whole:
@@ -121,27 +122,27 @@ def _pair(row: Mapping[str, Any]) -> list[tuple[list[Message], int]]:
     elif before is None:
         raise BadRow("no prompt, and chosen and rejected begin with an answer")
     else:
-        prompt = _system(row) + _messages(before, "prompt", "user")
+        prompt = _system(row) + parse_messages(before, "prompt", "user")
         conversations = [(prompt + answer, len(prompt)) for answer in answers]
     if conversations[0][0] == conversations[1][0]:
         raise BadRow("chosen and rejected are equal")
-    return [(_checked(messages), context) for messages, context in conversations]
+    return [(checked_messages(messages), context) for messages, context in conversations]
 
 
-def _messages(value: Any, name: str, role: str) -> list[Message]:
+def parse_messages(value: Any, name: str, role: str) -> list[Message]:
     """Return a list of messages; a string is one message of the role."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):
-        raise BadRow(f"{name} is {_type(value)}, not a list of messages")
+        raise BadRow(f"{name} is {type_name(value)}, not a list of messages")
     return [_message(message, name, index) for index, message in enumerate(value)]
 
 
 def _message(message: Any, name: str, index: int) -> Message:
     if not isinstance(message, Mapping):
-        raise BadRow(f"{name}[{index}] is {_type(message)}, not a message")
+        raise BadRow(f"{name}[{index}] is {type_name(message)}, not a message")
     if isinstance(role := message.get("role"), str):
         # Parquet has every key in every row: one that is null is not there.
         return {key: value for key, value in message.items() if value is not None or key == "content"}
@@ -161,7 +162,7 @@ def _message(message: Any, name: str, index: int) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _checked(messages: list[Message]) -> list[Message]:
+def checked_messages(messages: list[Message]) -> list[Message]:
     """Return messages; raise BadRow if the template would have nothing to write for an assistant's."""
     for index, message in enumerate(messages):
         if message["role"] == "assistant" and not any(message.get(key) for key in _SAID_KEYS):
@@ -176,7 +177,17 @@ def _system(row: Mapping[str, Any]) -> list[Message]:
     return [{"role": "system", "content": system}] if isinstance(system, str) and system else []
 
 
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
+def row_arguments(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return a row's arguments of the template."""
+    arguments = row.get("chat_template_kwargs")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise BadRow(f"chat_template_kwargs is {type_name(arguments)}, not an object")
+    return arguments
+
+
+def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return a row's tools."""
+    tools = row.get("tools")
     if isinstance(tools, str):  # as in files whose columns have one type
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -185,7 +196,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow(f"tools is {_type(tools)}, not a list of objects")
+        raise BadRow(f"tools is {type_name(tools)}, not a list of objects")
     return tools
 
 
@@ -197,7 +208,8 @@ def _weight(weight: Any) -> float:
     return float(weight)
 
 
-def _type(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """Return what a value of JSON is, with its article."""
     names = {
         int: "a number",
         float: "a number",

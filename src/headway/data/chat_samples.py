@@ -64,6 +64,12 @@ def split_samples(conversation: Conversation, render: Render, ends: re.Pattern[s
     ]
 
 
+def prompt_sample(conversation: Conversation, render: Render) -> list[Sample]:
+    """Return the one sample of a prompt: what the server would render for it, with the generation prompt."""
+    text = render(len(conversation.messages), True)
+    return [(TextPiece(text, role_number("user"), False),)]
+
+
 def _whole(
     conversation: Conversation,
     render: Render,

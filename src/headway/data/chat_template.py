@@ -50,7 +50,7 @@ class ChatTemplate:
         Raise RequestError if the template refuses the conversation, ModelError if the template is wrong.
         """
         compiled = self.compiled()
-        if tools and not _names_tools(self.text):
+        if tools and not names_tools(self.text):
             raise RequestError(
                 "the chat template does not use tools", hint='leave them out, or set tool_choice to "none"'
             )
@@ -82,7 +82,8 @@ class ChatTemplate:
             raise ModelError(f"the chat template is wrong{where}: {error.message or error}") from None
 
 
-def _names_tools(template: str) -> bool:
+def names_tools(template: str) -> bool:
+    """Whether a template refers to tools."""
     return re.search(r"\btools\b", template) is not None
 
 

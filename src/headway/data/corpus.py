@@ -1,4 +1,7 @@
-"""The open data of a recipe: one dataset or a mixture of several, with windows numbered across all of them."""
+"""The open data of a recipe: one dataset or a mixture of several, with windows numbered across all of them.
+
+Of chats, a window is a row of packed samples; of prompts for reinforcement learning, a prompt.
+"""
 
 import hashlib
 import json
@@ -10,17 +13,20 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.data.loader import Loader, RowReader, WindowReader
 from headway.data.mixture import DataMixture, MixturePhase, samples_before, shares_of
-from headway.data.order import Ids, Split, held_out
+from headway.data.order import Ids, Split, held_out, split_windows
 from headway.data.packed_reader import PackedReader
 from headway.data.packing import Packing, pack_dataset
+from headway.data.prompts import PromptOrder, PromptReader, usable_prompts
 from headway.data.shards import Dataset, check_version, open_dataset, split_dataset
 from headway.data.steps import first_sample
 from headway.errors import DataError, plural
 from headway.recipe import Recipe
 from headway.recipe.data import Data
+from headway.recipe.policy import PRESETS
 from headway.recipe.train import Train
 
 SAMPLES = {
@@ -32,8 +38,9 @@ SAMPLES = {
     "kto": ("labelled",),
     "reward": ("pairs",),
     "distill": ("chat", "text"),
+    **dict.fromkeys(PRESETS, ("prompts",)),
 }
-"""The kinds of samples that an objective takes, by `objective.kind`; one of your own takes any."""
+"""The kinds of samples that an objective takes, by `objective.kind`; one of your own takes any but prompts."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class Corpus:
     recipe: Recipe
     packings: tuple[Packing, ...] = ()
     """The rows of each dataset of chats; empty for text."""
+    usable: tuple[npt.NDArray[np.bool_], ...] = ()
+    """Of each dataset of prompts, which leave room for an answer; empty for others."""
 
     def pinned(self) -> Data:
         """Return the recipe's data section with absolute paths and versions, so that no other data is ever used."""
@@ -68,6 +77,8 @@ class Corpus:
         train = self.recipe.train
         if train.epochs is None:
             return train
+        if self.usable:
+            return train.with_steps(math.ceil(train.epochs * sum(self._usable_training()) / train.batch))
         samples = math.ceil(train.epochs * sum(split.training for split in self.splits))
         steps = 1
         while self.cursor_before(steps + 1) < samples:
@@ -76,6 +87,8 @@ class Corpus:
 
     def notes(self) -> list[str]:
         """Return what became of samples that are too long, and how much of the rows is padding."""
+        if self.usable:
+            return self._prompt_notes()
         sentences = []
         for name, packing in zip(self.names, self.packings, strict=False):
             counts, seq = packing.counts, packing.seq
@@ -93,6 +106,29 @@ class Corpus:
             sentences.append(f"an epoch has {plural(rows, 'row')}, fewer than a batch ({batch:,}): steps repeat rows")
         return sentences
 
+    def _prompt_notes(self) -> list[str]:
+        recipe, sentences = self.recipe, []
+        for name, split, usable in zip(self.names, self.splits, self.usable, strict=True):
+            sentences.append(f"{name}: {plural(split.windows, 'prompt')}, {split.held_out:,} held out")
+            if too_long := split.windows - int(usable.sum()):
+                assert recipe.rl is not None, "which only policies have"
+                sentences.append(
+                    f"{name}: {plural(too_long, 'prompt')} of more than {recipe.data.seq - recipe.rl.max_tokens:,} "
+                    f"tokens leave no room for rl.max_tokens ({recipe.rl.max_tokens:,}): left out"
+                )
+        training = sum(self._usable_training())
+        if training < recipe.train.batch:
+            sentences.append(
+                f"an epoch has {plural(training, 'prompt')}, fewer than a batch ({recipe.train.batch:,}): steps repeat "
+                "prompts"
+            )
+        return sentences
+
+    def _usable_training(self) -> list[int]:
+        """Return the prompts of each dataset that an epoch has."""
+        pairs = zip(self.splits, self.usable, strict=True)
+        return [int(usable.sum()) - int(usable[held_out(split)].sum()) for split, usable in pairs]
+
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
@@ -107,6 +143,11 @@ class Corpus:
 
     def reader(self) -> RowReader:
         """Return a reader of all windows, with the masking and document numbers of the recipe."""
+        if self.usable:
+            raise DataError(
+                "prompts are not rows to train on: answers to them are sampled first",
+                hint="headway train does that; in Python, Corpus.prompt_order and prompt_reader",
+            )
         data = self.recipe.data
         if self.packings:
             return PackedReader(self.datasets, self.packings, data.loss_on)
@@ -120,10 +161,25 @@ class Corpus:
         rows = batch // ranks
         return Loader(reader, self.order, self.recipe.seed, batch, rows=(rows * rank, rows * (rank + 1)))
 
+    def prompt_reader(self) -> PromptReader:
+        """Return a reader of all prompts."""
+        return PromptReader(*self.datasets)
+
+    def prompt_order(self) -> PromptOrder:
+        """Return which prompts the run's samples are."""
+        assert self.usable, "the data is prompts"
+        return PromptOrder(self.order, self.recipe.seed, np.concatenate(self.usable), self.recipe.data.skip)
+
     def held_out(self, windows: int) -> Ids:
-        """Return at most so many held-out windows, as evenly from all datasets as possible."""
-        counts = _share_out(windows, [split.held_out for split in self.splits])
-        chosen = (held_out(split, count) for split, count in zip(self.splits, counts, strict=True))
+        """Return at most so many held-out windows, as evenly from all datasets as possible; of prompts, usable ones."""
+        if self.usable:
+            kept_out = [held_out(split) for split in self.splits]
+            chosen = [ids[usable[ids]] for ids, usable in zip(kept_out, self.usable, strict=True)]
+            counts = _share_out(windows, [len(ids) for ids in chosen])
+            chosen = [ids[:count] for ids, count in zip(chosen, counts, strict=True)]
+        else:
+            counts = _share_out(windows, [split.held_out for split in self.splits])
+            chosen = [held_out(split, count) for split, count in zip(self.splits, counts, strict=True)]
         return np.concatenate([ids + start for ids, start in zip(chosen, self._first_windows, strict=True)])
 
     def by_dataset(self, ids: Ids) -> list[Ids]:
@@ -150,7 +206,7 @@ class Corpus:
         return [count / split.training for count, split in zip(self.samples(cursor), self.splits, strict=True)]
 
     def cursor_before(self, step: int) -> int:
-        """Return the cursor at which a step begins."""
+        """Return the cursor at which a step begins; of prompts, if none is left out and none sampled besides."""
         train = self.recipe.train
         return first_sample(step, ((1, train.batch), *train.batch_ramp), self.recipe.data.skip)
 
@@ -174,21 +230,39 @@ def open_corpus(recipe: Recipe) -> Corpus:
     _check_tokenizers(by_name)
     names = tuple(sorted(by_name, key=lambda name: by_name[name].version))
     datasets = tuple(by_name[name] for name in names)
-    packings = _pack(by_name, names, recipe)
-    if packings:
+    kind = _check_kinds(by_name, names, recipe)
+    usable = usable_prompts(dict(zip(names, datasets, strict=True)), recipe) if kind == "prompts" else ()
+    packings = tuple(pack_dataset(dataset, data) for dataset in datasets) if kind not in ("text", "prompts") else ()
+    if usable:
+        splits = tuple(
+            split_windows(len(known), data.holdout, d.version) for known, d in zip(usable, datasets, strict=True)
+        )
+    elif packings:
         splits = tuple(packing.split(by_name[name].version) for name, packing in zip(names, packings, strict=True))
     else:
         splits = tuple(_split(name, by_name[name], data) for name in names)
     if data.path is not None:
-        return Corpus(names, datasets, splits, splits[0], datasets[0].version, recipe, packings)
-    return _mix(recipe, names, datasets, splits, packings)
+        return Corpus(names, datasets, splits, splits[0], datasets[0].version, recipe, packings, usable)
+    return _mix(recipe, names, datasets, splits, packings, usable)
 
 
 def _check_kind(objective: str, name: str, kind: str) -> None:
     """Raise DataError if an objective needs samples of another kind."""
     needed = SAMPLES.get(objective)
-    if needed is None or kind in needed:
+    if kind in needed if needed is not None else kind != "prompts":
         return
+    if kind == "prompts":
+        other = needed[0] if needed else "text"
+        raise DataError(
+            f"objective {objective} needs data of kind {other}, but {name} is of kind prompts",
+            hint="prompts are for reinforcement learning: --set objective.kind=grpo --set 'rl.rewards=[\"math\"]'",
+        )
+    assert needed is not None, "or any kind but prompts"
+    if needed == ("prompts",):
+        raise DataError(
+            f"objective {objective} needs data of kind prompts, but {name} is of kind {kind}",
+            hint="build prompts: headway data build OUT SOURCES --chat MODEL --prompts",
+        )
     others = [other for other, kinds in SAMPLES.items() if kind in kinds]
     raise DataError(
         f"objective {objective} needs data of kind {needed[0]}, but {name} is of kind {kind}",
@@ -196,10 +270,9 @@ def _check_kind(objective: str, name: str, kind: str) -> None:
     )
 
 
-def _pack(datasets: Mapping[str, Dataset], names: Sequence[str], recipe: Recipe) -> tuple[Packing, ...]:
-    """Return the packings of chats; none for text."""
-    data = recipe.data
-    kinds = {name: "text" if (chat := datasets[name].manifest.chat) is None else chat.kind for name in names}
+def _check_kinds(datasets: Mapping[str, Dataset], names: Sequence[str], recipe: Recipe) -> str:
+    """Return the kind of all datasets; raise DataError if it is not one that the recipe can train on."""
+    kinds = {name: datasets[name].kind for name in names}
     first = names[0]
     other = next((name for name in names if kinds[name] != kinds[first]), None)
     if other is not None:
@@ -208,13 +281,11 @@ def _pack(datasets: Mapping[str, Dataset], names: Sequence[str], recipe: Recipe)
             hint="mix datasets of one kind, or train in turn",
         )
     _check_kind(recipe.objective.kind, first, kinds[first])
-    if kinds[first] == "text":
-        return ()
-    if not data.within_documents:
+    if kinds[first] != "text" and not recipe.data.within_documents:
         raise DataError(
             "data.within_documents is false, but samples of chat never attend to each other", hint="leave it out"
         )
-    return tuple(pack_dataset(datasets[name], data) for name in names)
+    return kinds[first]
 
 
 def _mix(
@@ -223,6 +294,7 @@ def _mix(
     datasets: tuple[Dataset, ...],
     splits: tuple[Split, ...],
     packings: tuple[Packing, ...],
+    usable: tuple[npt.NDArray[np.bool_], ...],
 ) -> Corpus:
     """Mix open datasets in the shares of the recipe."""
     data, train = recipe.data, recipe.train
@@ -237,7 +309,7 @@ def _mix(
     batches = ((1, train.batch), *train.batch_ramp)
     starts = [0 if step == 1 else first_sample(step, batches, data.skip) for step in changes]
     phases = tuple(MixturePhase(start, shares) for start, shares in zip(starts, changes.values(), strict=True))
-    return Corpus(names, datasets, splits, DataMixture(splits, phases, version), version, recipe, packings)
+    return Corpus(names, datasets, splits, DataMixture(splits, phases, version), version, recipe, packings, usable)
 
 
 def _version(versions: Sequence[str], changes: Mapping[int, Sequence[Fraction]]) -> str:

@@ -8,6 +8,8 @@ nothing about when, where or by whom it was built.
 Format 2 is for chat: a document is a sample as the template writes it, without an end of text of its own. Beside each
 shard are `spans-NNNNN.bin` (little-endian uint32: start, end, role and whether it is a turn of the model, per message)
 and `samples-NNNNN.bin` (per document, see `SAMPLE_TYPE`), and in the folder the chat template with its settings.
+Prompts for reinforcement learning have no turn to train on: beside each of their shards are `fields-NNNNN.jsonl` (a
+line per document) and `field-ends-NNNNN.bin` (little-endian uint64: where each line ends).
 """
 
 import difflib
@@ -52,13 +54,13 @@ class ChatFacts:
     """What format 2 adds to a dataset."""
 
     kind: str
-    """`chat`, `pairs` (a chosen and a rejected document alternate) or `labelled` (an answer and the same prompt with
-    the answer of another row alternate)."""
+    """`chat`, `pairs` (a chosen and a rejected document alternate), `labelled` (an answer and the same prompt with the
+    answer of another row alternate) or `prompts`."""
     conversations: int
     trained_tokens: int
     """Tokens of the turns that can be trained on."""
     files: tuple[DataFile, ...]
-    """Spans and samples of each shard, alternating."""
+    """Spans and samples of each shard, alternating; of prompts, fields and where they end."""
     template: DataFile
     settings: DataFile
     """The tokenizer_config.json that names the template's special tokens."""
@@ -66,10 +68,10 @@ class ChatFacts:
     @property
     def width(self) -> int:
         """Documents of a sample, which are neighbours."""
-        return 1 if self.kind == "chat" else 2
+        return 1 if self.kind in ("chat", "prompts") else 2
 
     def shards(self) -> list[tuple[DataFile, DataFile]]:
-        """Return (spans file, samples file) of each shard, in order."""
+        """Return (spans file, samples file) of each shard, in order; of prompts, (fields file, file of their ends)."""
         return list(zip(self.files[::2], self.files[1::2], strict=True))
 
 
@@ -181,11 +183,16 @@ def _check_consistent(manifest: DatasetManifest, path: Path) -> None:
 
 
 def _check_chat(manifest: DatasetManifest, chat: ChatFacts, path: Path) -> None:
-    if chat.kind not in ("chat", "pairs", "labelled") or len(chat.files) != len(manifest.files):
+    if chat.kind not in ("chat", "pairs", "labelled", "prompts") or len(chat.files) != len(manifest.files):
         raise _damaged(path, "its kind or list of chat files is invalid")
     for number, ((spans, samples), (_, documents)) in enumerate(zip(chat.shards(), manifest.shards(), strict=True)):
-        names = (shard_name("spans", number), shard_name("samples", number))
-        if (spans.name, samples.name) != names or samples.bytes != documents.documents * 24 or spans.bytes % 16:
+        if chat.kind == "prompts":
+            names = (shard_name("fields", number), shard_name("field-ends", number))
+            sizes_agree = samples.bytes == documents.documents * 8 and spans.bytes >= documents.documents
+        else:
+            names = (shard_name("spans", number), shard_name("samples", number))
+            sizes_agree = samples.bytes == documents.documents * 24 and spans.bytes % 16 == 0
+        if (spans.name, samples.name) != names or not sizes_agree:
             raise _damaged(path, f"its chat entries for shard {number} disagree")
     if (chat.template.name, chat.settings.name) != (TEMPLATE_FILE, SETTINGS_FILE):
         raise _damaged(path, "its chat template has another name")
@@ -195,9 +202,12 @@ def _damaged(path: Path, why: str) -> DamagedData:
     return DamagedData(f"{path} is damaged: {why}", hint="copy the dataset again, or rebuild it with --force")
 
 
-def shard_name(kind: Literal["tokens", "documents", "spans", "samples"], number: int) -> str:
+ShardFile = Literal["tokens", "documents", "spans", "samples", "fields", "field-ends"]
+
+
+def shard_name(kind: ShardFile, number: int) -> str:
     """Return the name of a file of a shard."""
-    return f"{kind}-{number:05d}.bin"
+    return f"{kind}-{number:05d}.{'jsonl' if kind == 'fields' else 'bin'}"
 
 
 def stamp_of(path: Path) -> list[int]:

@@ -30,10 +30,15 @@ def read_rows(path: Path, columns: list[str], file_bytes: int) -> Iterator[Row]:
 
 
 def read_dicts(
-    path: Path, columns: Sequence[str], file_bytes: int, wanted: Callable[[int], bool]
+    path: Path, columns: Sequence[str] | None, file_bytes: int, wanted: Callable[[int], bool]
 ) -> Iterator[tuple[int, dict[str, Any] | None, int]]:
-    """Yield the rows of a file as Python objects, of the columns that it has; None if a row from 0 is not wanted."""
-    for batch, first, total in _batches(path, lambda schema: [name for name in columns if name in schema.names]):
+    """Yield the rows of a file as Python objects, of the columns that it has, by default all; None if a row from 0 is
+    not wanted."""
+
+    def choose(schema: Any) -> list[str]:
+        return [name for name in (schema.names if columns is None else columns) if name in schema.names]
+
+    for batch, first, total in _batches(path, choose):
         needed = [wanted(first - 1 + index) for index in range(batch.num_rows)]
         rows = batch.to_pylist() if any(needed) else [None] * batch.num_rows
         for number, (row, need) in enumerate(zip(rows, needed, strict=True), start=first):

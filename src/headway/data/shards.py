@@ -58,14 +58,28 @@ class Dataset:
     @functools.cached_property
     def spans(self) -> tuple[npt.NDArray[np.uint32], ...]:
         """(start, end, role, trained) of each message, per shard of chat; see `samples` for whose they are."""
-        files = [] if self.manifest.chat is None else self.manifest.chat.shards()
-        return tuple(_map(self.path / spans.name, "<u4").reshape(-1, 4) for spans, _ in files)
+        return tuple(_map(self.path / spans.name, "<u4").reshape(-1, 4) for spans, _ in self._chat_files("spans"))
 
     @functools.cached_property
     def samples(self) -> tuple[npt.NDArray[Any], ...]:
         """`SAMPLE_TYPE` of each document, per shard of chat."""
-        files = [] if self.manifest.chat is None else self.manifest.chat.shards()
-        return tuple(_map(self.path / samples.name, SAMPLE_TYPE) for _, samples in files)
+        return tuple(_map(self.path / samples.name, SAMPLE_TYPE) for _, samples in self._chat_files("spans"))
+
+    @functools.cached_property
+    def fields(self) -> tuple[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64]], ...]:
+        """(lines of JSON, where each ends), per shard of prompts; see `headway.data.prompts`."""
+        files = self._chat_files("fields")
+        return tuple((_map(self.path / lines.name, "u1"), _map(self.path / ends.name, "<u8")) for lines, ends in files)
+
+    def _chat_files(self, kind: Literal["spans", "fields"]) -> list[tuple[DataFile, DataFile]]:
+        """Return the files beside each shard; none if the dataset has those of the other kind, or none at all."""
+        chat = self.manifest.chat
+        return [] if chat is None or (chat.kind == "prompts") != (kind == "fields") else chat.shards()
+
+    @property
+    def kind(self) -> str:
+        """`text`, or the kind of chat; see `ChatFacts.kind`."""
+        return "text" if self.manifest.chat is None else self.manifest.chat.kind
 
     @property
     def shard_tokens(self) -> list[int]:

@@ -259,12 +259,12 @@ def _documents(
 
 
 def read_objects(
-    source: SourceFile, reading: ReadOptions, keys: Sequence[str], wanted: Callable[[int], bool]
+    source: SourceFile, reading: ReadOptions, keys: Sequence[str] | None, wanted: Callable[[int], bool]
 ) -> Iterator[tuple[str, "dict[str, object] | BadRecordError | None", int]]:
     """Yield (line or row, its object or why it is none, position in the file on disk) of a JSONL or Parquet file.
 
     Objects are parsed if `wanted` says so of their number from 0, else None. Of a Parquet file only the columns in
-    `keys` are read.
+    `keys` are read; None reads all.
     """
     if source.format == "text":
         raise DataError(
@@ -311,6 +311,8 @@ def _parse_object(line: bytes, replace: bool) -> dict[str, object]:
         raise BadRecordError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
         raise BadRecordError(f"not JSON ({error.msg} at column {error.colno})") from None
+    except ValueError:  # Python refuses integers of thousands of digits
+        raise BadRecordError("a number with too many digits") from None
     except RecursionError:
         raise BadRecordError("JSON nested too deeply") from None
     if not isinstance(record, dict):

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from headway.data.chat_messages import normal_messages
 from headway.data.chat_rows import BadRow, Conversation
-from headway.data.chat_samples import Sample, TextPiece, render_with, split_samples
-from headway.data.chat_template import ChatTemplate, guarded, sandbox, why_refused, write
+from headway.data.chat_samples import Render, Sample, TextPiece, prompt_sample, render_with, split_samples
+from headway.data.chat_template import ChatTemplate, guarded, names_tools, sandbox, why_refused, write
 from headway.errors import RequestError
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
@@ -302,6 +302,8 @@ class SampleMaker:
     """Matches an added token at the end of a text."""
     traced: bool = True
     """Whether to look for layouts."""
+    prompts: bool = False
+    """Whether conversations are prompts, without a turn to train on."""
     layouts: dict[tuple[Any, ...], list[_Layout] | None] = field(default_factory=dict)
     """Layouts by roles; None where the template runs for every row."""
     rows: int = 0
@@ -342,7 +344,14 @@ class SampleMaker:
         return rendered
 
     def _rendered(self, conversation: Conversation) -> list[Sample]:
-        return split_samples(conversation, render_with(self.template, conversation), self.ends)
+        return self._split(conversation, render_with(self.template, conversation))
+
+    def _split(self, conversation: Conversation, render: Render) -> list[Sample]:
+        if not self.prompts:
+            return split_samples(conversation, render, self.ends)
+        if conversation.tools and not names_tools(self.template.text):
+            raise BadRow("the chat template does not use tools")
+        return prompt_sample(conversation, render)
 
     def _key(self, conversation: Conversation) -> tuple[Any, ...] | None:
         """Return what conversations of one layout have in common; None if this one needs rendering."""
@@ -373,7 +382,7 @@ class SampleMaker:
             )
 
         try:
-            samples = split_samples(conversation, render, self.ends)
+            samples = self._split(conversation, render)
         except (_Inspected, Exception):  # whatever it raises, the rendering decides
             return None
         laid = tuple(

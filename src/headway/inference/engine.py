@@ -25,7 +25,7 @@ from headway.errors import RequestError
 from headway.inference.blocks import BlockPool
 from headway.inference.params import SamplingParams
 from headway.inference.runner import Runner, SampledTokens
-from headway.inference.sampler import Sampled, Sampler, token_logprobs
+from headway.inference.sampler import Sampled, Sampler
 from headway.inference.scheduler import Chunk, Limits, ScheduledBatch, schedule, shared_blocks
 from headway.inference.sequence import UNKNOWN, FinishReason, Sequence
 from headway.kernels.pointer_table import uploaded
@@ -143,11 +143,13 @@ class InferenceEngine:
         device: torch.device | str = "cpu",
         *,
         overlaps: bool | None = None,
+        exact: bool = False,
     ) -> None:
-        """`overlaps`: whether a pass starts before the last one is recorded; by default on GPUs."""
+        """`overlaps`: whether a pass starts before the last one is recorded; by default on GPUs. `exact`: whether the
+        runner's bits are the trainer's, so that log-probabilities are to be."""
         self.model, self.pool, self.limits = model, pool, limits or Limits()
         self.runner = runner
-        self.sampler = Sampler(model.vocabulary, torch.device(device), model.end_ids)
+        self.sampler = Sampler(model.vocabulary, torch.device(device), model.end_ids, exact=exact)
         self.device = torch.device(device)
         # LongRoPE has sequences start over at some length, for which all their tokens must be known.
         self.overlaps = (self.device.type == "cuda" if overlaps is None else overlaps) and model.switch_length is None
@@ -429,14 +431,13 @@ class InferenceEngine:
         """Note the log-probabilities that a chunk gives to the prompt tokens after each of its own."""
         sequence = chunk.sequence
         noted = self._prompts.setdefault(sequence.arrival, _Prompt())
-        top = sequence.params.prompt_logprobs or 0
         first = len(noted.rows) - 1  # the token that predicts the next one to note; more after a preemption
         last = min(chunk.first + chunk.count, len(sequence.prompt_ids) - 1)
         for low in range(max(first, chunk.first), last, LOGPROB_ROWS):
             high = min(low + LOGPROB_ROWS, last)
             logits = self.runner.logits(x_LD[low - chunk.first : high - chunk.first])
             following = torch.tensor(sequence.prompt_ids[low + 1 : high + 1], device=logits.device)
-            rows = [x.tolist() for x in token_logprobs(logits, following, self.model.vocabulary, top)]
+            rows = [x.tolist() for x in self.sampler.prompt_logprobs(logits, following, sequence.params)]
             noted.rows += [
                 TokenLogprobs(p, dict(zip(ids, tops, strict=True))) for p, ids, tops in zip(*rows, strict=True)
             ]

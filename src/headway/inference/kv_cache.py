@@ -15,9 +15,18 @@ class PagedKvCache:
     """Pages of keys and values of all layers. Which page belongs to whom is decided elsewhere (`blocks.py`)."""
 
     def __init__(
-        self, layers: int, widths: Widths, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        widths: Widths,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        exact: bool = False,
     ) -> None:
-        self.page_size = page_size
+        self.page_size, self.exact = page_size, exact
+        """Whether attention has the bits of training."""
         self.scratch = pages
         """A page more, for tokens that only fill up a batch."""
         pages += 1
@@ -48,7 +57,7 @@ class PassCache:
 
     def layer(self, index: int) -> "LayerPages":
         """Return the cache of a layer."""
-        return LayerPages(self.pages.keys[index], self.pages.values[index], self.batch)
+        return LayerPages(self.pages.keys[index], self.pages.values[index], self.batch, self.pages.exact)
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class LayerPages:
     keys_PZKH: Tensor
     values_PZKU: Tensor
     batch: PagedBatch
+    exact: bool = False
 
     def attend(
         self,
@@ -87,5 +97,6 @@ class LayerPages:
             window=window,
             softcap=softcap,
             sinks_N=sinks_N,
+            exact=self.exact,
         )
         return y_TNU.unsqueeze(0)

@@ -51,6 +51,9 @@ class SamplingParams(BaseModel):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     """Return log-probabilities of sampled tokens and of this many likeliest ones: those of the model itself, before
     bias, penalties, temperature and truncation; and the probability mass that truncation kept."""
+    logprobs_at_temperature: bool = False
+    """Divide logits by `temperature` for log-probabilities, too: those of the policy that samples, before bias,
+    penalties and truncation. Temperature 0 counts as 1."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     """The same of the prompt's tokens."""
 
@@ -66,6 +69,11 @@ class SamplingParams(BaseModel):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
         return self
+
+    @property
+    def logprob_temperature(self) -> float:
+        """What logits are divided by for log-probabilities."""
+        return (self.temperature or 1.0) if self.logprobs_at_temperature else 1.0
 
     @property
     def penalized(self) -> bool:

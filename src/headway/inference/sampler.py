@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.inference.params import SamplingParams
 from headway.inference.sequence import Sequence
 from headway.kernels.pointer_table import uploaded
 
@@ -25,7 +26,7 @@ class Sampled(NamedTuple):
 
     tokens_R: Tensor
     logprobs_R: Tensor | None = None
-    """Of the sampled tokens, in the model's own distribution."""
+    """Of the sampled tokens, in the model's own distribution, at a temperature if asked for."""
     top_ids_RX: Tensor | None = None
     top_logprobs_RX: Tensor | None = None
     kept_R: Tensor | None = None
@@ -35,23 +36,41 @@ class Sampled(NamedTuple):
 class Sampler:
     """Samples rows of logits."""
 
-    def __init__(self, vocabulary: int, device: torch.device, end_ids: Rows[int] = ()) -> None:
+    def __init__(self, vocabulary: int, device: torch.device, end_ids: Rows[int] = (), *, exact: bool = False) -> None:
+        """Tokens from `vocabulary` on are padding, and never sampled. If `exact`, log-probabilities count them all the
+        same, as the trainer does."""
         self.vocabulary, self.device, self.end_ids = vocabulary, device, tuple(end_ids)
-        """Tokens from `vocabulary` on are padding, and never sampled."""
+        self.exact = exact
 
     def sample(self, logits_RV: Tensor, rows: Rows[Sequence]) -> Sampled:
         """Sample the next token of each sequence from its row."""
-        logits_RV = logits_RV[:, : self.vocabulary].float()
         params = [sequence.params for sequence in rows]
         most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
-        logprobs_RV = None if most is None else logits_RV.log_softmax(dim=-1)
-        logits_RV = self._adjusted(logits_RV, rows)
+        logprobs_RV = None
+        if most is not None:
+            logprobs_RV = self.logprobs(logits_RV, [p.logprob_temperature for p in params])
+        logits_RV = self._adjusted(logits_RV[:, : self.vocabulary].float(), rows)
         tokens_R, kept_R = self._draw(logits_RV, rows, keeps=most is not None)
         if logprobs_RV is None or most is None:
             return Sampled(tokens_R)
         chosen_R = logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
         top = logprobs_RV.topk(min(most, self.vocabulary), dim=-1)
         return Sampled(tokens_R, chosen_R, top.indices, top.values, kept_R)
+
+    def logprobs(self, logits_RV: Tensor, temperatures: Rows[float]) -> Tensor:
+        """Return the log-probabilities of tokens that may be sampled, each row at its temperature."""
+        scores_RV = (logits_RV if self.exact else logits_RV[:, : self.vocabulary]).float()
+        if any(temperature != 1 for temperature in temperatures):
+            scores_RV = scores_RV / _column(temperatures, scores_RV.device)
+        return scores_RV.log_softmax(dim=-1)[:, : self.vocabulary]
+
+    def prompt_logprobs(
+        self, logits_RV: Tensor, tokens_R: Tensor, params: SamplingParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the log-probabilities of given tokens, and the ids and log-probabilities of the likeliest ones."""
+        logprobs_RV = self.logprobs(logits_RV, [params.logprob_temperature] * len(logits_RV))
+        best = logprobs_RV.topk(min(params.prompt_logprobs or 0, self.vocabulary), dim=-1)
+        return logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1), best.indices, best.values
 
     def _adjusted(self, logits_RV: Tensor, rows: Rows[Sequence]) -> Tensor:
         """Apply biases, minimum lengths and penalties; most requests have none."""
@@ -155,10 +174,3 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
-
-
-def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, vocabulary: int, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probabilities of given tokens, and the ids and log-probabilities of the likeliest ones."""
-    logprobs_RV = logits_RV[:, :vocabulary].float().log_softmax(dim=-1)
-    best = logprobs_RV.topk(min(top, vocabulary), dim=-1)
-    return logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1), best.indices, best.values

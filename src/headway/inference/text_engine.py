@@ -20,6 +20,7 @@ from headway.inference.scheduler import Limits
 from headway.inference.text import TextStream
 from headway.kernels.paged_attention import takes_heads
 from headway.models import Decoder
+from headway.models.exact import make_exact
 from headway.models.experts import Experts
 
 CPU_SHARE, GPU_SHARE = 0.25, 0.9
@@ -48,6 +49,9 @@ class EngineOptions:
     """Whether decoding on a GPU uses CUDA graphs, where the model can be captured."""
     overlaps: bool | None = None
     """Whether a pass starts before the last one is recorded; by default on GPUs."""
+    exact: bool = False
+    """Whether log-probabilities of tokens have the bits of the trainer's forward pass: `models.exact`. It changes the
+    model in place, so that a trainer that shares it computes the same."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ def make_engine(loaded: LoadedModel, options: EngineOptions) -> InferenceEngine:
             f"{loaded.name} takes sequences of {loaded.max_length:,} tokens, not of {max_length:,}",
             hint=f"--max-model-len {loaded.max_length} or less",
         )
+    if options.exact:
+        make_exact(loaded.module, loaded.device)
     pages_wanted = options.max_sequences * -(-max_length // options.block_size)
     if loaded.takes_cache:
         layers, widths = _cache_shape(loaded)
@@ -73,7 +79,7 @@ def make_engine(loaded: LoadedModel, options: EngineOptions) -> InferenceEngine:
         pages = min(pages_wanted, _pages(options, bytes_per_token(layers, widths, dtype), loaded.device))
         if pages < 1:
             raise ModelError("no memory is left for the KV cache", hint="raise --memory-share, or use a smaller model")
-        cache = PagedKvCache(layers, widths, pages, options.block_size, dtype, loaded.device)
+        cache = PagedKvCache(layers, widths, pages, options.block_size, dtype, loaded.device, exact=options.exact)
         graphs = None
         if options.graphs and capturable(loaded, widths):
             graphs = DecodeGraphs(cache, options.max_sequences, max_length, loaded.device)
@@ -84,7 +90,7 @@ def make_engine(loaded: LoadedModel, options: EngineOptions) -> InferenceEngine:
     model = EngineModel(loaded.vocabulary, max_length, loaded.end_ids, loaded.switch_length)
     pool = BlockPool(pages, options.block_size, shares_prefixes=options.shares_prefixes and loaded.takes_cache)
     limits = Limits(max(options.max_batch_tokens, options.max_sequences + 1), options.max_sequences)
-    return InferenceEngine(runner, model, pool, limits, loaded.device, overlaps=options.overlaps)
+    return InferenceEngine(runner, model, pool, limits, loaded.device, overlaps=options.overlaps, exact=options.exact)
 
 
 def capturable(loaded: LoadedModel, widths: Widths) -> bool:

@@ -10,6 +10,7 @@
     adamw, norm    Triton, all tensors in one launch                         PyTorch's
     newton_schulz  Triton for large matrices, cuBLAS for the rest            PyTorch's
 
+In exact mode (`models/exact.py`), products and attention are those of `batch_invariant` instead, so far on CPUs.
 `headway kernels` prints the table for a machine, with reasons. A recipe's `train.plain` names operations to run in
 plain PyTorch instead: the reference when a kernel is in doubt.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "KernelChoice",
     "Operation",
     "attention",
+    "batch_invariant",
     "experts",
     "fused",
     "make_plain",
@@ -136,6 +138,13 @@ def experts(device: str, dtype: torch.dtype, dim: int, hidden: int) -> KernelCho
     if dim % 8 or hidden % 8:
         return KernelChoice("loop", "the grouped product needs widths that are multiples of 8")
     return KernelChoice("grouped", "one product for all experts, for which the host never waits")
+
+
+def batch_invariant(device: str, dtype: torch.dtype) -> KernelChoice | None:
+    """Choose the kernels of exact mode, which training and inference share; None where there are none yet."""
+    if device == "cpu" and dtype == torch.float32:
+        return KernelChoice("tiles", "products of one shape, whose rows do not depend on each other")
+    return None
 
 
 class DispatchRow(NamedTuple):

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.kernels.batch_invariant_attention import TilePlan, plan_tiles, tiled_attention
 from headway.kernels.pointer_table import uploaded
 from headway.kernels.triton_compat import runs_on, tl, triton
 
@@ -44,7 +45,17 @@ class PagedBatch:
     slots_T: Tensor
     """Where each token's key and value go: page * Z + place in it, int64."""
     _programs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _plans: dict[int, TilePlan] = field(default_factory=dict)
     _spans: "dict[tuple[int, ...], KeySpan]" = field(default_factory=dict)
+
+    def tiles(self, share: int, page: int) -> TilePlan:
+        """Return the plan of batch-invariant attention, with so many query heads per key head; made once per pass."""
+        if share not in self._plans:
+            starts, lengths = np.array(self.starts), np.array(self.lengths)
+            places_A = np.arange(lengths.max())
+            slots_SA = self.tables_SP.cpu().numpy().astype(np.int64)[:, places_A // page] * page + places_A % page
+            self._plans[share] = plan_tiles(starts[:-1], np.diff(starts), lengths, slots_SA, share)
+        return self._plans[share]
 
     def programs(self, queries: int) -> tuple[Tensor, Tensor]:
         """Return the sequence and the first query of each program that has so many queries; made once per pass."""
@@ -84,9 +95,16 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
+    exact: bool = False,
 ) -> Tensor:
-    """Return attention [T, N, U] of the pass's queries; their own keys and values are in the pages already."""
+    """Return attention [T, N, U] of the pass's queries; their own keys and values are in the pages already.
+
+    If `exact`, with the bits of attention in training: `batch_invariant_attention.py`.
+    """
     scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
+    if exact:
+        plan = batch.tiles(q_TNH.shape[1] // keys_PZKH.shape[2], keys_PZKH.shape[1])
+        return tiled_attention(q_TNH, keys_PZKH.flatten(0, 1), values_PZKU.flatten(0, 1), plan, scale, window)
     if q_TNH.device.type == "cuda" and takes_heads(q_TNH.device, q_TNH.shape[-1], values_PZKU.shape[-1]):
         return triton_attention(q_TNH, keys_PZKH, values_PZKU, batch, scale, window, softcap, sinks_N)
     return reference(q_TNH, keys_PZKH, values_PZKU, batch, scale, window, softcap, sinks_N)

@@ -7,19 +7,23 @@
     GPU     yes, or              yes                 flex attention, which skips fully masked blocks
     CPU     any                  yes                 plain: products and a softmax
 
+In exact mode, training and inference have one kernel of their own, `kernels/batch_invariant_attention.py`.
+
 Tokens of different documents in a row never attend to each other. `kernels.dispatch.attention` is that table.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from headway.kernels import batch_invariant_attention
 from headway.kernels import dispatch as table
+from headway.kernels.batch_invariant_attention import TilePlan
 from headway.models.kv_cache import LayerCache
 from headway.recipe.model import Model
 
@@ -45,6 +49,8 @@ class BlockContext:
     """Masks by window; None for plain causal attention."""
     cache: LayerCache | None = None
     """Keys and values of earlier tokens, in inference."""
+    tiles: TilePlan | None = None
+    """Of attention in exact mode, whose backward pass uses the masks."""
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
@@ -115,8 +121,12 @@ def attend(
         return context.cache.attend(
             q_BLNH, k_BLKH, v_BLKH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N
         )
-    mask = context.masks.get(window)
-    return attend_all(q_BLNH, k_BLKH, v_BLKH, mask, scale=scale, softcap=softcap, sinks_N=sinks_N)
+    plain = partial(attend_all, mask=context.masks.get(window), scale=scale, softcap=softcap, sinks_N=sinks_N)
+    if context.tiles is not None:
+        return batch_invariant_attention.attention(
+            q_BLNH, k_BLKH, v_BLKH, context.tiles, plain, scale=scale, window=window
+        )
+    return plain(q_BLNH, k_BLKH, v_BLKH)
 
 
 def attend_all(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.errors import ModelError
+from headway.models.families import empty_decoder
 from headway.recipe import Model
 from headway.recipe.own_code import describe_error, load_name, near_names
 
@@ -106,3 +107,8 @@ def _part_buffers(model: nn.Module) -> None:
 
 def _is_model(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def empty_model(model: Model) -> nn.Module:
+    """Return the recipe's plain model on the meta device."""
+    return empty_decoder(model, "meta") if model.class_ is None else build_own(model, "meta")

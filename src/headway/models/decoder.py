@@ -10,6 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from headway.kernels import batch_invariant
+from headway.kernels.batch_invariant_attention import plan_documents
 from headway.models.attention import BlockContext, choose, see, windows_of
 from headway.models.kv_cache import KvCache
 from headway.models.layers import Linear, RMSNorm
@@ -29,6 +31,8 @@ class ContextBuilder(nn.Module):
     """Whether the family's attention has a soft cap."""
     sinks = False
     """Whether it has sinks."""
+    exact = False
+    """Whether positions restart in each document and attention is in tiles: see `models/exact.py`."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -46,6 +50,11 @@ class ContextBuilder(nn.Module):
         masks = see(length, windows_of(self.model), documents_BL, device, kernel) if length > 1 else {}
         switch = self.model.switch_length if isinstance(self.model, RotaryModel) else None
         long = switch is not None and length > switch
+        if self.exact:
+            share = self.model.heads // self.model.kv_heads
+            tiles, positions_BL = plan_documents(documents_BL, len(like_BL), length, share)
+            bits = tuple(x.unflatten(1, positions_BL.shape) for x in self._bits(positions_BL.flatten(), long))
+            return BlockContext(bits, masks, tiles=tiles)
         return BlockContext(self._bits(torch.arange(length, device=device), long), masks)
 
     def _bits(self, positions_L: Tensor, long: Tensor | bool) -> tuple[Tensor, ...]:
@@ -161,7 +170,8 @@ class Decoder(nn.Module):
 
     def logits(self, x_BLD: Tensor) -> Tensor:
         """Return logits."""
-        scores = nn.functional.linear(x_BLD, self.output_weight)
+        product = batch_invariant.linear if self.loss.exact else nn.functional.linear
+        scores = product(x_BLD, self.output_weight)
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     @property

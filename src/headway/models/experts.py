@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headway.kernels import batch_invariant
 from headway.kernels import dispatch as table
 from headway.models.layers import Linear, gated, silu
 from headway.models.loss import autocast
@@ -50,6 +51,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class Experts(nn.Module):
     """Gated feed-forward experts, with stacked matrices for grouped GEMMs."""
 
+    exact = False
+    """Whether a token has the same bits in every batch: see `models/exact.py`."""
     gate_bias: Tensor | None
     up_bias: Tensor | None
     down_bias: Tensor | None
@@ -88,6 +91,8 @@ class Experts(nn.Module):
         else:
             made_ND = self.loop(rows_ND, ends_E)
         made_TXD = _Gathered.apply(made_ND, back_N, order_N, 1).unflatten(0, chosen_TX.shape)
+        if self.exact:
+            return _summed(made_TXD * weights_TX.unsqueeze(-1))
         with torch.autocast(x_TD.device.type, enabled=False):  # on GPUs it would sum a float32 copy
             return (made_TXD * weights_TX.unsqueeze(-1).to(made_TXD.dtype)).sum(dim=1)
 
@@ -105,12 +110,12 @@ class Experts(nn.Module):
         # `unbind` assembles its gradient once; that of a slice would be as large as all experts each time.
         gates, ups, downs = (matrices.unbind() for matrices in (self.gate, self.up, self.down))
         biases = [self._biases(name, len(sizes)) for name in ("gate_bias", "up_bias", "down_bias")]
-        outputs = []
+        outputs, linear = [], batch_invariant.linear if self.exact else nn.functional.linear
         for e, rows in enumerate(rows_ND.split(sizes)):
             if len(rows):
-                gate = nn.functional.linear(rows, gates[e], biases[0][e])
-                up = nn.functional.linear(rows, ups[e], biases[1][e])
-                outputs.append(nn.functional.linear(self.activation(gate, up), downs[e], biases[2][e]))
+                gate = linear(rows, gates[e], biases[0][e])
+                up = linear(rows, ups[e], biases[1][e])
+                outputs.append(linear(self.activation(gate, up), downs[e], biases[2][e]))
         return torch.cat(outputs)
 
     def _biases(self, name: str, count: int) -> Any:
@@ -131,6 +136,12 @@ class Experts(nn.Module):
 
         gate, up = product(rows_ND, self.gate, self.gate_bias), product(rows_ND, self.up, self.up_bias)
         return product(self.activation(gate, up), self.down, self.down_bias)
+
+
+def _summed(made_TXD: Tensor) -> Tensor:
+    """Return the sum over X in order: PyTorch's own may have another order where a vector ends."""
+    first_TD, *others = made_TXD.unbind(1)
+    return sum(others, first_TD)
 
 
 class _Gathered(torch.autograd.Function):

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from headway.kernels import batch_invariant
 from headway.kernels.dispatch import uses_triton
 from headway.kernels.gated import geglu, swiglu
 from headway.kernels.rms_norm import rms_norm
@@ -35,8 +36,17 @@ def gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> T
 class Linear(nn.Linear):
     """`nn.Linear` without initialization at construction: weights are initialized by name or loaded."""
 
+    exact = False
+    """Whether a row has the same bits in every batch: see `models/exact.py`."""
+
     def reset_parameters(self) -> None:
         """Do nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        if self.exact:
+            return batch_invariant.linear(x, self.weight, self.bias)
+        return super().forward(x)
 
 
 class RMSNorm(nn.Module):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.errors import ModelError
+from headway.kernels import batch_invariant
 from headway.models.decoder import Decoder
 from headway.models.experts import BiasBalance
 from headway.models.layers import Linear
@@ -55,8 +56,9 @@ class LoraLinear(Linear):
             y = nf4_linear(x, self.weight_codes, self.weight_scales, self.bias)
         # adapters are float32, and products are in the precision of the base
         inputs = nn.functional.dropout(x, self.dropout, self.training) if self.dropout else x
-        low = nn.functional.linear(inputs, self.lora_a.to(x.dtype))
-        return y + nn.functional.linear(low * self.scale, self.lora_b.to(x.dtype))
+        linear = batch_invariant.linear if self.exact else nn.functional.linear
+        low = linear(inputs, self.lora_a.to(x.dtype))
+        return y + linear(low * self.scale, self.lora_b.to(x.dtype))
 
 
 def add_adapters(model: Decoder, lora: Lora) -> None:

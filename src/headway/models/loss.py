@@ -1,11 +1,12 @@
 """Summed cross-entropy of a head's logits, without materializing all of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headway.kernels import linear_cross_entropy
+from headway.kernels import batch_invariant, linear_cross_entropy
 from headway.kernels.dispatch import uses_triton
 from headway.kernels.inputs import IGNORED, autocast
 from headway.models.entropy import logprobs_and_entropy
@@ -26,14 +27,18 @@ class Loss(nn.Module):
         """Soft cap of logits."""
         self.z_loss = 0.0
         """Weight of the z-loss, the squared log-sum-exp of a token's logits; only in training."""
+        self.exact = False
+        """Whether a token's logits have the same bits in every batch: see `models/exact.py`."""
 
     def forward(self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
         """Return the loss as a float32 scalar."""
         return summed_cross_entropy(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap, self.z_loss)
 
     def logprobs(self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, temperature: float = 1.0) -> Tensor:
-        """Return the log-probability of each label [B, L], in float32; 0 where it is IGNORED."""
-        flat_T = token_logprobs(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap, temperature)
+        """Return the log-probability of each label [B, L], in float32, of logits / temperature; 0 where it is
+        IGNORED."""
+        product = batch_invariant.product if self.exact else _product
+        flat_T = token_logprobs(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap, temperature, product)
         return flat_T.view(labels_BL.shape)
 
     def logprobs_and_entropy(
@@ -78,8 +83,21 @@ def summed_cross_entropy(
     return _SummedCrossEntropy.apply(x_TD, weight_VD, labels_T, softcap, z_loss if wanted else 0.0, wanted)
 
 
+def _product(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
+    return x_TD @ weight_VD.T
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Logits of a stream and the head's matrix."""
+
+
 def token_logprobs(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None, temperature: float = 1.0
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    product: Product = _product,
 ) -> Tensor:
     """Return the log-probability of each label under x @ weight.T / temperature, in float32; 0 where it is IGNORED.
 
@@ -87,7 +105,7 @@ def token_logprobs(
     """
     if temperature == 1 and uses_triton("loss", x_TD):
         return linear_cross_entropy.token_scores(x_TD, weight_VD, labels_T, softcap)[0]
-    flat_T: Tensor = _TokenLogprobs.apply(autocast(x_TD), autocast(weight_VD), labels_T, softcap, temperature)
+    flat_T: Tensor = _TokenLogprobs.apply(autocast(x_TD), autocast(weight_VD), labels_T, softcap, temperature, product)
     return flat_T
 
 
@@ -166,13 +184,20 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None, temperature: float
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        softcap: float | None,
+        temperature: float,
+        product: Product,
     ) -> Tensor:
         rows = chunk_rows(x_TD.device.type, weight_VD.shape[0])
         logprobs_T = torch.empty(len(x_TD), dtype=torch.float32, device=x_TD.device)
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            scores, targets, unmasked, _ = _scored(x_TD[here], weight_VD, labels_T[here], softcap, temperature)
+            logits = product(x_TD[here], weight_VD)
+            scores, targets, unmasked, _ = _scored(logits, labels_T[here], softcap, temperature)
             logprobs_T[here] = scores.gather(1, targets).squeeze(1).where(unmasked, 0.0)
         ctx.save_for_backward(x_TD, weight_VD, labels_T)
         ctx.options = softcap, temperature
@@ -188,7 +213,8 @@ class _TokenLogprobs(torch.autograd.Function):
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            scores, targets, unmasked, bent = _scored(x_TD[here], weight_VD, labels_T[here], softcap, temperature)
+            logits = _product(x_TD[here], weight_VD)
+            scores, targets, unmasked, bent = _scored(logits, labels_T[here], softcap, temperature)
             slope = scores.exp_().neg_()
             slope.scatter_add_(1, targets, torch.ones_like(targets, dtype=slope.dtype))
             slope.mul_(factors_T[here].where(unmasked, 0.0).unsqueeze(1))
@@ -201,16 +227,16 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(slope, weight_VD, out=dx_TD[here])
             if dweight_VD is not None:
                 dweight_VD += slope.T @ x_TD[here]
-        return dx_TD, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype), None, None, None
+        return dx_TD, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype), *[None] * 4
 
 
 def _scored(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None, temperature: float
+    logits: Tensor, labels_T: Tensor, softcap: float | None, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return log-probabilities [T, V], labels as indices [T, 1], which are not IGNORED, and the soft cap's tanh."""
     unmasked = labels_T != IGNORED
     targets = labels_T.where(unmasked, 0).unsqueeze(1)
-    logits, bent = x_TD @ weight_VD.T, None
+    bent = None
     if softcap is not None:
         bent = torch.tanh(logits.float() / softcap)
         logits = softcap * bent

@@ -94,10 +94,13 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def rotate(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
-    """Rotate each pair (i, i + R) of a head by its position's angle, in float32; dims beyond 2R stay."""
+    """Rotate each pair (i, i + R) of a head by its position's angle, in float32; dims beyond 2R stay.
+
+    The table is of all rows, [2, L, R], or of each, [2, B, L, R].
+    """
     if uses_triton("rope", x_BLNH):
         return rope_one(x_BLNH, table_2LR)
-    cos_L1R, sin_L1R = table_2LR.unsqueeze(2).unbind(0)
+    cos_L1R, sin_L1R = table_2LR.unsqueeze(-2).unbind(0)
     turned, rest = x_BLNH, None
     if x_BLNH.shape[-1] > 2 * cos_L1R.shape[-1]:
         turned, rest = x_BLNH.split((2 * cos_L1R.shape[-1], x_BLNH.shape[-1] - 2 * cos_L1R.shape[-1]), dim=-1)

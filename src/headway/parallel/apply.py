@@ -85,6 +85,8 @@ class ParallelModel:
     """Rows per forward pass."""
     accumulates: bool
     """Whether a step accumulates gradients over several passes."""
+    pipeline: int
+    """Workers that layers are split over."""
     copies: bool
     """Whether the data axes only replicate, without sharding."""
     reduce_each: bool = False
@@ -124,8 +126,20 @@ class ParallelModel:
     def document_logprobs(self, batch: DeviceBatch) -> Tensor | None:
         """Return the log-probabilities of the documents of all rows, [rows, documents]; None before the last stage."""
         assert self.head is not None, "only an objective of log-probabilities has them"
-        with self.head.collecting() as collected:
+        with self.head.collecting(by_document=True) as collected:
             self.evaluate(batch)
+        return torch.cat(collected) if collected else None
+
+    @torch.no_grad()
+    def token_logprobs(self, batch: DeviceBatch) -> Tensor | None:
+        """Return the log-probabilities of the labels of any number of rows, [rows, seq], in the passes of a step; None
+        before the last stage."""
+        assert self.head is not None, "only an objective of log-probabilities has them"
+        rows = len(batch.inputs) if self.schedule is not None else self.microbatch
+        with self.head.collecting(by_document=False) as collected:
+            for low in range(0, len(batch.inputs), rows):
+                self.evaluate(batch.rows(low, min(low + rows, len(batch.inputs))))
+        self.rest()
         return torch.cat(collected) if collected else None
 
     def _sums(self, batch: DeviceBatch) -> Tensor:
@@ -154,6 +168,11 @@ class ParallelModel:
     def evaluation_rows(self, most: int) -> int:
         """Return the rows to evaluate at once, of at most `most`: a pipeline always takes a step's."""
         return self.rows if self.schedule is not None else min(self.microbatch, most)
+
+    @property
+    def rows_multiple(self) -> int:
+        """What the rows of a step's passes, whose number may vary, are a multiple of."""
+        return 1 if self.schedule is None else self.microbatch * self.pipeline
 
     def rest(self) -> None:
         """Free weights gathered for a forward pass without a backward pass."""
@@ -243,7 +262,8 @@ def parallelize_model(
         names=names,
         rows=rows,
         microbatch=microbatch,
-        accumulates=schedule is not None or microbatch * world.data.size < max(train.batches),
+        pipeline=pipeline.size,
+        accumulates=schedule is not None or recipe.rl is not None or microbatch * world.data.size < max(train.batches),
         copies=copies,
         reduce_each=bool(parallel.reduce_each),
         documents=_takes_documents(model),

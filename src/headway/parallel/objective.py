@@ -125,27 +125,31 @@ def by_document(values_BL: Tensor, documents_BL: Tensor, width: int) -> Tensor:
 
 
 class MeasureHead:
-    """Applies an objective after a model's last stage; or, while it collects, keeps documents' log-probabilities."""
+    """Applies an objective after a model's last stage; or, while it collects, keeps log-probabilities of all rows."""
 
     def __init__(self, objective: Objective | TeacherTargets) -> None:
         self.objective = objective
         self._collected: list[Tensor] | None = None
+        self._by_document = False
 
     def __call__(self, logprobs_BL: Any, batch: DeviceBatch) -> Tensor:
         """Return the sums of some rows."""
         if self._collected is None:
             return self.objective.measure(logprobs_BL, batch)
-        assert batch.documents is not None, "only rows of documents are scored by document"
-        width = batch.columns["weight"].shape[1]
+        kept = logprobs_BL.detach()
         if isinstance(self.objective, PolicyObjective) and self.objective.wants_entropy:
-            logprobs_BL = logprobs_BL[..., 0]
-        self._collected.append(by_document(logprobs_BL.detach(), batch.documents, width))
+            kept = kept[..., 0]
+        if self._by_document:
+            assert batch.documents is not None, "only rows of documents are scored by document"
+            kept = by_document(kept, batch.documents, batch.columns["weight"].shape[1])
+        self._collected.append(kept)
         return logprobs_BL.new_zeros(len(self.objective.names))
 
     @contextmanager
-    def collecting(self) -> Iterator[list[Tensor]]:
-        """Meanwhile, append the log-probabilities [rows, documents] of all rows that pass, without measuring them."""
-        self._collected = []
+    def collecting(self, *, by_document: bool) -> Iterator[list[Tensor]]:
+        """Meanwhile, append the log-probabilities of all rows that pass, without measuring them: [rows, seq], or their
+        sums by document [rows, documents]."""
+        self._collected, self._by_document = [], by_document
         try:
             yield self._collected
         finally:

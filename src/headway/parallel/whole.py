@@ -30,6 +30,26 @@ def fill_whole(plain: nn.Module, spread: ParallelModel, world: World, dtype: tor
     _assign(plain, gathered)
 
 
+@torch.no_grad()
+def refresh_whole(plain: nn.Module, spread: ParallelModel, world: World) -> bool:
+    """Copy the weights of now into a model that `fill_whole` filled, all workers together; return whether any were.
+
+    Tensors that are shared with the parallel model already have them.
+    """
+    spread.rest()
+    wanted = dict((*plain.named_parameters(), *plain.named_buffers()))
+    own = dict((*spread.model.named_parameters(), *spread.model.named_buffers()))
+    mine = {name: tensor for name, tensor in own.items() if name in wanted and name not in spread.borrowed}
+    stages = _owners(sorted(wanted), mine, world)
+    copied = False
+    for name, tensor in sorted(wanted.items()):
+        whole = _from_stage(stages[name], mine.get(name), tensor, world)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)
+            copied = True
+    return copied
+
+
 def _owners(names: list[str], mine: Mapping[str, Tensor], world: World) -> dict[str, int]:
     """Return the pipeline stage that owns each tensor."""
     pipeline = world.axis("pipeline")

@@ -91,6 +91,15 @@ class World:
         dist.all_gather(parts, tensor)
         return parts
 
+    def gather_text(self, text: str) -> list[str]:
+        """Gather a text from all workers, by rank."""
+        content = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+        sizes = [int(size) for size in self.gather(torch.tensor([len(text.encode())]))]
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        padded[: len(content)] = content
+        parts = self.gather(padded)
+        return [bytes(part[:size].numpy()).decode() for part, size in zip(parts, sizes, strict=True)]
+
 
 def join(assignment: Assignment, timeout_s: float, sizes: Mapping[str, int]) -> World:
     """Join the other workers of this attempt at its rendezvous; gloo on CPUs, NCCL on GPUs.

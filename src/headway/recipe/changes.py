@@ -41,6 +41,7 @@ CHANGEABLE = {
         f"model.layout.{key}": "how a custom model is parallelized; same gradients up to rounding"
         for key in ModelLayout.model_fields
     },
+    "inference.exact": "same gradients up to rounding",
     "data.path": "the folder may move; its version must stay",
     "data.mixture.*.path": "the folder may move; its version must stay",
     "data.skip": "only future steps see other samples",

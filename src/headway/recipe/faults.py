@@ -19,14 +19,17 @@ from pydantic import BaseModel, ConfigDict, Field
 AGENT, KEEPER = -1, -2
 """Pseudo-ranks of the agent and its launcher. Faults of the launcher are executed by the agent."""
 
-WorkerPoint = Literal["restore", "start", "data", "compute", "collective", "optimizer", "evaluation", "save", "saved"]
+WorkerPoint = Literal[
+    "restore", "start", "data", "generate", "score", "compute", "collective", "optimizer", "evaluation", "save", "saved"
+]
 AgentPoint = Literal["watch", "write", "written", "commit", "committed", "upload", "uploaded"]
 Point = WorkerPoint | AgentPoint
 POINTS: tuple[Point, ...] = (*get_args(WorkerPoint), *get_args(AgentPoint))
 """Where a fault can fire. In a worker: when its state is restored (or initialized), at the start of a step, while
-waiting for data, in forward and backward, before gradients are reduced, before the update, in an evaluation, before and
-after a save's copy. In the agent: when it sees a step (or a later one) running, before and after a save's files are
-written, before and after its commit, before and after the upload to a store."""
+waiting for data, before answers are sampled, once they are and the last are scored, in forward and backward, before
+gradients are reduced, before the update, in an evaluation, before and after a save's copy. In the agent: when it sees
+a step (or a later one) running, before and after a save's files are written, before and after its commit, before and
+after the upload to a store."""
 
 Action = Literal[
     "kill", "exit", "stop", "stall", "slow", "hang", "raise", "full-disk", "out-of-memory", "nan", "flip",

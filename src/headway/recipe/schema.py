@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from headway.recipe.data import Data
 from headway.recipe.families import AnyModel
 from headway.recipe.families.llama import Llama
+from headway.recipe.inference import Inference
 from headway.recipe.lora import Lora
 from headway.recipe.objective import AnyObjective, Distill, Pretrain, Reward
 from headway.recipe.own_code import OWN_NAME
@@ -21,7 +22,7 @@ from headway.recipe.rl import Rl
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 from headway.recipe.train import Train
 
-__all__ = ["Checkpoint", "Data", "Eval", "Health", "Lora", "Parallel", "Recipe", "Store", "Train"]
+__all__ = ["Checkpoint", "Data", "Eval", "Health", "Inference", "Lora", "Parallel", "Recipe", "Store", "Train"]
 
 
 class Parallel(Section):
@@ -180,6 +181,8 @@ class Recipe(Section):
     """When to make the state durable, and what to keep."""
     health: Health = Field(default_factory=Health)
     """What counts as numbers gone wrong, and what to do then."""
+    inference: Inference = Field(default_factory=Inference)
+    """How the model and engines in the run compute tokens."""
     callbacks: tuple[OwnCallback, ...] = ()
     """Classes of your own that are told about steps and evaluations."""
 
@@ -196,6 +199,8 @@ class Recipe(Section):
             raise ValueError(f"model.mup_base needs train.optimizer adamw or adamw-8bit, not {self.train.optimizer}")
         if self.lora is not None:
             _check_lora(self, self.lora)
+        if self.inference.exact:
+            _check_exact(self)
         if isinstance(self.objective, Reward):
             _check_reward(self)
         elif self.model.reward:
@@ -226,6 +231,16 @@ def _check_rl(recipe: Recipe) -> None:
         raise ValueError(f"train.batch_ramp has no effect with objective {objective.kind}")
     if rl.samples == 1 and objective.advantage != "batch":
         raise ValueError(f'rl.samples is 1, but advantage = "{objective.advantage}" compares answers: use 2 or more')
+
+
+def _check_exact(recipe: Recipe) -> None:
+    """Raise for settings that exact inference excludes."""
+    if recipe.model.class_ is not None:
+        raise ValueError("inference.exact needs one of Headway's decoders, not model.class")
+    if recipe.parallel is not None and _splits(recipe.parallel):
+        raise ValueError("inference.exact needs a mesh of replicate and shard axes only")
+    if recipe.train.compile:
+        raise ValueError("inference.exact needs train.compile = false: a compiler adds up in an order of its own")
 
 
 def _check_reward(recipe: Recipe) -> None:

@@ -2,21 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt of a dataset."""
-
-    number: int
-    """In the dataset."""
-    ids: tuple[int, ...]
-    """As the chat template renders it, with the generation prompt."""
-    text: str
-    """What the user asked, or all messages as JSON: for people."""
-    fields: Mapping[str, Any]
-    """The row's other fields, for rewards and environments."""
 
 
 @dataclass(frozen=True, slots=True)

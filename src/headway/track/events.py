@@ -17,14 +17,14 @@ Every other line is an event, with the nanoseconds since that moment as `t`:
             a failed end has its `failure`, and `recovery` if the run continues
     ranks   step (step, data, compute; rank 0 adds loss, grad_norm, lr, tokens, cursor, chain ...)
             doubt (step, value): the value in a replay of an element in which replicas differed
-    rank 0  resumed (step), eval (step, loss), facts (...), replicas (step, digest)
+    rank 0  resumed (step), eval (step, and loss or reward), facts (...), replicas (step, digest)
             reference (of, done, total): rows that the reference or the teacher has scored, before the first step
     any     begin (name) and end-span (name), error (type, message, hint), log (message)
             lost (events, since): so many events since then could not be written and are missing
 
 A step ended at `t`: `data` ns of waiting for data, then `compute` ns of compute, of which `checkpoint` ns may be a wait
-for a save's copy. Spans (startup, context, restore, buffers, compile, checkpoint, evaluation, compare, shutdown) nest;
-the innermost one counts.
+for a save's copy. Spans (startup, context, restore, buffers, compile, checkpoint, evaluation, compare, generate, score,
+sync, idle, shutdown) nest; the innermost one counts.
 """
 
 import errno

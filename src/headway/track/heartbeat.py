@@ -19,7 +19,19 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Phase = Literal[
-    "start", "join", "build", "restore", "compile", "data", "compute", "optimizer", "record", "evaluate", "save", "end"
+    "start",
+    "join",
+    "build",
+    "restore",
+    "compile",
+    "data",
+    "generate",
+    "compute",
+    "optimizer",
+    "record",
+    "evaluate",
+    "save",
+    "end",
 ]
 """In the order of a step: of two workers in the same step, the one in the earlier phase is behind. A compiling worker
 blocks the others in any phase, and is behind them all."""

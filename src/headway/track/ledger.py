@@ -17,6 +17,10 @@ from headway.track.replica_vote import blame_replica
 ACCOUNTS = (
     "start-up",
     "compile",
+    "generation",
+    "scoring",
+    "weight sync",
+    "rollout wait",
     "data stall",
     "compute",
     "checkpoint stall",
@@ -37,6 +41,10 @@ _SPANS = {
     "compile": "compile",
     "checkpoint": "checkpoint stall",
     "evaluation": "evaluation",
+    "generate": "generation",
+    "score": "scoring",
+    "sync": "weight sync",
+    "idle": "rollout wait",
     "compare": "detection",
     "shutdown": "shut-down",
 }
@@ -44,6 +52,10 @@ _SPANS = {
 _ADVICE = {
     "start-up": "Its share shrinks as the run gets longer.",
     "compile": "A warm compile cache helps later starts; short runs do better with train.compile = false.",
+    "generation": "Shorter answers (rl.max_tokens), or fewer (rl.samples), are sampled sooner.",
+    "scoring": "Answers are scored while others are sampled: raise rl.reward_workers, or make the rewards faster.",
+    "weight sync": "Workers that hold whole weights share them with the sampler; shards are gathered for every batch.",
+    "rollout wait": "Workers wait for the one whose answers are longest.",
     "data stall": "Move the dataset to a faster disk, or leave a core free for the loader.",
     "checkpoint stall": "Save less often: raise checkpoint.every_steps.",
     "evaluation": "Evaluate less often (eval.every_steps, eval.tasks_every_steps) or less of it (eval.windows, "

@@ -25,7 +25,7 @@ _Floats: TypeAlias = "npt.NDArray[np.float64]"
 Series: TypeAlias = "tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]"
 """Steps in ascending order, and the value at each."""
 
-_EVALUATED = {"eval_loss": "loss", "eval_loss_ema": "loss_ema"}
+_EVALUATED = {"eval_loss": "loss", "eval_loss_ema": "loss_ema", "eval_reward": "reward"}
 """Metrics of evaluations, with their names in events."""
 
 

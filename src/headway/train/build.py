@@ -17,8 +17,9 @@ from headway.data.corpus import Corpus, open_corpus
 from headway.data.loader import RowReader
 from headway.errors import ModelError
 from headway.kernels.dispatch import make_plain
-from headway.models import empty_decoder, initial_weight, stored_weights
-from headway.models.custom import build_own
+from headway.models import initial_weight, stored_weights
+from headway.models.custom import empty_model
+from headway.models.exact import make_exact
 from headway.models.huggingface import read_weight
 from headway.models.lora import (
     CODES,
@@ -35,6 +36,7 @@ from headway.parallel.objective import Objective
 from headway.recipe import Assignment, Lora, Model, ModelLayout, Recipe
 from headway.recipe.model import SCORE
 from headway.recipe.objective import Distill
+from headway.recipe.policy import PolicyGradient
 from headway.state import OpenCheckpoint
 from headway.state.address import open_address
 from headway.state.base_weights import base_weights, model_at
@@ -45,15 +47,22 @@ from headway.train.callbacks import Callbacks
 from headway.train.custom_init import initial_weights, load_buffers
 from headway.train.fail_together import fail_together
 from headway.train.fault_injector import WorkerFaultInjector
-from headway.train.feed import DeviceFeed
+from headway.train.feed import DeviceFeed, Feed
 from headway.train.heartbeat_hooks import add_heartbeat_hooks
 from headway.train.meter import Meter, make_meter
 from headway.train.objectives import CountedObjective, NextToken, make_objective
 from headway.train.objectives.preference import REFERENCE
 from headway.train.objectives.reference import ScoringProgress, WithReference, reference_column
-from headway.train.objectives.teacher import WithTeacher, load_teacher, stored_targets
+from headway.train.objectives.teacher import (
+    WithTeacher,
+    frozen_model,
+    load_teacher,
+    recipe_of_reference,
+    stored_targets,
+)
 from headway.train.optim import WeightEma, build_optimizer, freeze, lower, widen_gradients
 from headway.train.restore import restore
+from headway.train.rollouts import RolloutFeed
 from headway.train.stop import StopRequest
 
 
@@ -79,9 +88,10 @@ class Parts:
     optimizer: torch.optim.Optimizer
     average: WeightEma | None
     """EMA of the weights, if the recipe has one."""
-    feed: DeviceFeed
+    feed: Feed
     corpus: Corpus
-    reader: RowReader
+    reader: RowReader | None
+    """Of rows; None for prompts."""
     objective: CountedObjective
     held_out: np.ndarray
     """Held-out windows."""
@@ -112,7 +122,7 @@ def build(
     make_plain(recipe.train.plain)
 
     corpus = open_corpus(recipe)
-    reader = corpus.reader()
+    reader = None if recipe.rl is not None else corpus.reader()
     objective = make_objective(recipe.objective, corpus.weighted, recipe.rl)
 
     with fail_together(world, "build the callbacks"):
@@ -125,6 +135,9 @@ def build(
         add_adapters(model, recipe.lora)
         base = base_names(model)
     freeze(model, recipe.train)
+    if recipe.inference.exact:
+        check_exact(recipe, world)
+        make_exact(model, world.device)
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     measures = None if isinstance(objective, NextToken) else cast(Objective, objective)
@@ -150,6 +163,7 @@ def build(
             with recorder.span("evaluation"):
                 mark = ScoringProgress(world, recorder, beat, stop, "teacher").mark
                 stored = stored_targets(recipe, recipe.objective, corpus, world, mark, load, run.name)
+                assert reader is not None
                 reader = WithTeacher(reader, stored)
     if REFERENCE in objective.columns:
         beat.enter("evaluate")
@@ -157,6 +171,7 @@ def build(
             drawn = state is None or bool(base)
             first_weights = None if drawn else partial(draw_weights, spread.model, recipe, held, run)
             mark = ScoringProgress(world, recorder, beat, stop, "reference").mark
+            assert reader is not None
             reader = WithReference(reader, reference_column(recipe, corpus, spread, world, mark, first_weights))
     optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
     average = WeightEma(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None
@@ -165,6 +180,12 @@ def build(
         beat.enter("restore")
         with recorder.span("restore"), fail_together(world, "read the checkpoint"):
             start = RunProgress(*restore(state, spread.model, optimizer, held, world, average))
+    faults = WorkerFaultInjector(assignment.faults, world.rank, assignment.attempt, spread.model, run.faults)
+    feed: Feed
+    if reader is not None:
+        feed = DeviceFeed(corpus.loader(reader, data.rank, data.size), world.device, objective)
+    else:
+        feed = rollout_feed(recipe, run, world, spread, corpus, objective, recorder, beat, faults)
     return Parts(
         recipe=recipe,
         run=run,
@@ -173,7 +194,7 @@ def build(
         held=held,
         optimizer=optimizer,
         average=average,
-        feed=DeviceFeed(corpus.loader(reader, data.rank, data.size), world.device, objective),
+        feed=feed,
         corpus=corpus,
         reader=reader,
         objective=objective,
@@ -181,7 +202,7 @@ def build(
         data_version=corpus.version,
         recorder=recorder,
         meter=make_meter(world.device),
-        faults=WorkerFaultInjector(assignment.faults, world.rank, assignment.attempt, spread.model, run.faults),
+        faults=faults,
         beat=beat,
         stop=stop,
         start=start,
@@ -189,9 +210,41 @@ def build(
     )
 
 
-def empty_model(model: Model) -> nn.Module:
-    """Return the recipe's plain model on the meta device."""
-    return empty_decoder(model, "meta") if model.class_ is None else build_own(model, "meta")
+def rollout_feed(
+    recipe: Recipe,
+    run: RunFolder,
+    world: World,
+    spread: ParallelModel,
+    corpus: Corpus,
+    objective: CountedObjective,
+    recorder: Recorder,
+    beat: HeartbeatWriter,
+    faults: WorkerFaultInjector,
+) -> Feed:
+    """Build what samples and scores answers to prompts, with the reference if the recipe has one."""
+    assert isinstance(recipe.objective, PolicyGradient)
+    reference = None
+    if recipe.objective.kl != "none":
+        draw = partial(draw_weights, run=run)
+        reference = frozen_model(recipe_of_reference(recipe), world, draw, cast(Objective, objective))
+    return RolloutFeed(
+        recipe, run, world, spread, reference, corpus.prompt_reader(), corpus.prompt_order(), objective,
+        recorder, beat, faults,
+    )  # fmt: skip
+
+
+def check_exact(recipe: Recipe, world: World) -> None:
+    """Raise ModelError if the plan or the precision excludes exact inference."""
+    split = [axis for axis in ("pipeline", "context", "tensor", "expert") if world.axis(axis).size > 1]
+    if split:
+        raise ModelError(
+            f"inference.exact needs a mesh of replicate and shard axes only, and this one has {', '.join(split)}",
+            hint=f"--set parallel.{split[0]}=1",
+        )
+    if recipe.train.dtype != "float32":
+        raise ModelError(
+            f"inference.exact is for float32 so far, not {recipe.train.dtype}", hint="--set train.dtype=float32"
+        )
 
 
 def check_ties(model: nn.Module, layout: ModelLayout | None) -> None:

@@ -10,7 +10,19 @@ from headway.train.build import Parts
 from headway.train.feed import local_rows
 
 
-def evaluate(parts: Parts, step: int) -> float:
+def evaluate(parts: Parts, step: int) -> None:
+    """Record what the run is worth on held-out data: its loss, or the rewards of answers to held-out prompts."""
+    with parts.recorder.span("evaluation"):
+        parts.faults.reach("evaluation", step)
+        rewards = parts.feed.held_out_rewards(parts.held_out, step)
+    if rewards is None:
+        evaluate_loss(parts, step)
+    elif parts.world.first:
+        parts.recorder.event("eval", step=step, **rewards)
+        parts.callbacks.evaluated(step, rewards)
+
+
+def evaluate_loss(parts: Parts, step: int) -> None:
     """Record the mean loss per token over the held-out windows, each evaluated by one data rank.
 
     For a mixture, also record each dataset's mean and its epochs; with an EMA, also its mean; an objective of several
@@ -19,7 +31,6 @@ def evaluate(parts: Parts, step: int) -> float:
     world, spread, corpus, names = parts.world, parts.spread, parts.corpus, parts.objective.names
     more = dict[str, Any]()
     with parts.recorder.span("evaluation"), torch.no_grad():
-        parts.faults.reach("evaluation", step)
         spread.model.eval()
         totals = _totals(parts)
         mean = held_out_loss(parts, totals.sum(dim=0))
@@ -39,7 +50,6 @@ def evaluate(parts: Parts, step: int) -> float:
         parts.recorder.event("eval", step=step, loss=mean, **more)
         numbers = {name: value for name, value in more.items() if isinstance(value, float)}
         parts.callbacks.evaluated(step, {"loss": mean} | numbers)
-    return mean
 
 
 def _totals(parts: Parts) -> Tensor:
@@ -55,6 +65,7 @@ def _totals(parts: Parts) -> Tensor:
 def _sums(parts: Parts, ids: Ids) -> Tensor:
     """Return the sums and counts of this worker's share of these windows."""
     objective = parts.objective
+    assert parts.reader is not None, "data that has a loss has rows"
     totals = torch.zeros(2, len(objective.names), dtype=torch.float64, device=parts.world.device)
     rows = local_rows(parts.reader, parts.spread, parts.world, ids, objective.columns)
     for read, batch in rows:

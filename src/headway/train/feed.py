@@ -6,7 +6,8 @@ pinning new memory for a GPU far more. A buffer is reused after `TURNS` steps, w
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +32,47 @@ class CountedBatch(NamedTuple):
     trained: int
     """Number of labels that are not masked."""
     counts: tuple[float, ...]
+
+
+class FedStep(NamedTuple):
+    """What a step of the loop is fed with."""
+
+    rows: DeviceBatch
+    """This worker's rows."""
+    trained: int
+    """Number of this worker's labels that are not masked."""
+    counts: tuple[float, ...]
+    """The objective's counts of this worker's rows."""
+    cursor: int
+    """Where the data of the next step begins."""
+    tokens: int
+    """Tokens of the step, over all workers."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """What else is known of the step's data, by name."""
+
+
+class Feed(Protocol):
+    """Gives the loop the data of each step."""
+
+    masks: bool
+    """Whether labels can be masked."""
+
+    def samples(self, step: int) -> bool:
+        """Whether a step's data is sampled with the weights of now, and identified by the chain before the step."""
+        ...
+
+    def take(self, step: int, cursor: int, batch: int, chain_before: str) -> FedStep:
+        """Return the data of a step: a batch that begins at sample `cursor`."""
+        ...
+
+    def held_out_rewards(self, held_out: Ids, version: int) -> Mapping[str, float] | None:
+        """Return what answers to held-out prompts are worth, sampled after the step `version`; None for data that has
+        a loss instead."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds."""
+        ...
 
 
 class _Buffer(NamedTuple):
@@ -63,6 +105,20 @@ class DeviceFeed:
             documents = torch.empty((shape[0], shape[1] - 1), dtype=torch.int32, pin_memory=pin)
         numbers = None if documents is None else documents.numpy()
         return _Buffer(tokens.numpy(), tokens, tokens[:, :-1], tokens[:, 1:], documents, numbers)
+
+    def samples(self, step: int) -> bool:
+        """See Feed."""
+        return False
+
+    def take(self, step: int, cursor: int, batch: int, chain_before: str) -> FedStep:
+        """See Feed."""
+        return FedStep(*self.read(cursor, batch), cursor + batch, batch * self._loader.reader.seq)
+
+    def held_out_rewards(self, held_out: Ids, version: int) -> None:
+        """See Feed."""
+
+    def close(self) -> None:
+        """See Feed."""
 
     def read(self, cursor: int, batch: int | None = None) -> CountedBatch:
         """Return the batch that starts at sample `cursor`; `batch` is given if it is smaller than the largest."""

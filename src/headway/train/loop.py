@@ -60,14 +60,17 @@ def train(
         beat.step(step)
         parts.faults.reach("start", step)
 
-        # the batch: this worker's rows of the samples at the cursor
+        # the batch: this worker's rows of the samples at the cursor, or of answers that the model samples now
+        if parts.feed.samples(step):
+            for result in meter.drain():
+                recorded, wanted = record(parts, watch, recorded, result, wanted)
         meter.begin()
         parts.faults.reach("data", step)
         batch = recipe.train.batch_at(step)
-        cursor = after_skips(cursor, batch, recipe.data.skip)
-        rows, *counted = parts.feed.read(cursor, batch)
-        cursor += batch
-        counts = global_counts(parts, batch, *counted)
+        first = after_skips(cursor, batch, recipe.data.skip)
+        fed = parts.feed.take(step, first, batch, recorded.chain)
+        cursor = fed.cursor
+        counts = global_counts(parts, batch, fed.trained, fed.counts)
         meter.compute()
 
         # forward and backward, by microbatches or a pipeline schedule
@@ -78,8 +81,8 @@ def train(
         waited = None if early is None else saves.fence()
         if recipe.lora is not None and recipe.lora.dropout:
             seed_step(recipe.seed, step, world)
-        values = passes(rows, counts.scale)
-        parts.faults.reach("collective", step, cursor - batch)
+        values = passes(fed.rows, counts.scale)
+        parts.faults.reach("collective", step, first)
         values = parts.faults.spoil(values, step)
         beat.mark()
         finish_gradients(parameters, spread.missing)
@@ -104,12 +107,14 @@ def train(
         totals = world.sum(torch.cat([*reported(parts, values), asked]))
         note = {
             "step": step,
+            "first": first,
             "cursor": cursor,
             "lr": rate,
             "trained": counts.trained,
             "waited": waited,
-            "batch": batch,
+            "tokens": fed.tokens,
             "counts": counts.sums,
+            "metrics": fed.metrics,
         }
         for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
             recorded, wanted = record(parts, watch, recorded, result, wanted)
@@ -169,16 +174,15 @@ def record(
 ) -> tuple[RunProgress, StepRequests]:
     """Record a step, extend the chain and return the workers' requests; raise BadNumbers for bad numerics."""
     loss, *metrics, stop, save, full, norm = result.values
-    step, cursor, batch = (result.note[key] for key in ("step", "cursor", "batch"))
+    step, first, cursor = (result.note[key] for key in ("step", "first", "cursor"))
     after = RunProgress(step, cursor, chain.extend_chain(before.chain, step, cursor, loss, norm))
     times = {"at": result.end_ns, "step": step, "data": result.data_ns, "compute": result.compute_ns}
     if result.note["waited"] is not None:
         times["checkpoint"] = int(result.note["waited"]() * 1e9)
     if parts.world.first:
-        tokens = batch * parts.recipe.data.seq
-        counts = {"tokens": tokens} | ({"trained": result.note["trained"]} if parts.feed.masks else {})
+        counts = {"tokens": result.note["tokens"]} | ({"trained": result.note["trained"]} if parts.feed.masks else {})
         named = named_metrics(parts.objective.names, metrics, result.note["counts"])
-        named |= {"loss": loss, "grad_norm": norm, "lr": result.note["lr"]}
+        named |= {**result.note["metrics"], "loss": loss, "grad_norm": norm, "lr": result.note["lr"]}
         parts.recorder.event("step", **times, **named, **counts, cursor=cursor, chain=after.chain)
         if parts.callbacks.step(step, named):
             parts.stop.asked = True
@@ -187,7 +191,7 @@ def record(
     # A bad step is recorded too, for people to see. A later attempt starts before it and rolls it back.
     bad = watch.look(step, loss, norm)
     if bad is not None:
-        raise BadNumbers(bad, cursor - batch, batch)
+        raise BadNumbers(bad, first, max(cursor - first, 1))
     return after, StepRequests(wanted.stop or stop > 0, wanted.save or save > 0, full > 0)
 
 

@@ -22,12 +22,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from headway.data.corpus import open_corpus
+from headway.models.custom import empty_model
 from headway.parallel import ParallelModel, World, finish_gradients, make_mesh, parallelize_model, total_norm
 from headway.parallel.objective import SumScale
 from headway.recipe import FaultPlan, Parallel, Recipe
 from headway.state.tensors import ModelShare
 from headway.track import RunFolder
-from headway.train.build import draw_weights, empty_model, seed_everything
+from headway.train.build import draw_weights, seed_everything
 from headway.train.fault_injector import WorkerFaultInjector
 from headway.train.feed import DeviceFeed
 from headway.train.optim import build_optimizer, freeze

@@ -21,8 +21,9 @@ from headway.data.loader import MASKED, Batch, Documents, RowReader
 from headway.data.order import Ids
 from headway.errors import DataError, ModelError
 from headway.models import empty_decoder
+from headway.models.exact import make_exact
 from headway.parallel import ParallelModel, World, parallelize_model
-from headway.parallel.objective import TEACHER_IDS, TEACHER_LOGPROBS, DeviceBatch, TeacherTargets
+from headway.parallel.objective import TEACHER_IDS, TEACHER_LOGPROBS, DeviceBatch, Objective, TeacherTargets
 from headway.recipe import Parallel, Recipe
 from headway.recipe.objective import Distill
 from headway.state.base_weights import model_at
@@ -31,6 +32,8 @@ from headway.train.feed import local_rows
 from headway.train.objectives.reference import FOLDER
 from headway.train.optim import lower
 
+_FROZEN: dict[str, Any] = {"recompute": "none", "recompute_blocks": None, "freeze": ()}
+"""Settings of train that only gradients need."""
 _FORMAT = 1
 _OFFSETS = "offsets"
 _ROWS_AT_ONCE = 256
@@ -54,25 +57,42 @@ def load_teacher(
     recipe: Recipe, objective: Distill, world: World, draw: Callable[[nn.Module, Recipe, ModelShare], None]
 ) -> Teacher:
     """Build the teacher on the run's mesh; `draw` loads this worker's part of its weights."""
-    recipe = recipe_of_teacher(recipe, objective)
+    targets = TeacherTargets(objective.top_k, objective.temperature)
+    try:
+        spread = frozen_model(recipe_of_teacher(recipe, objective), world, draw, targets)
+    except ModelError as error:
+        raise ModelError(f"the teacher does not fit the run's mesh: {error.message}", hint=error.hint) from None
+    return Teacher(spread, targets)
+
+
+def frozen_model(
+    recipe: Recipe,
+    world: World,
+    draw: Callable[[nn.Module, Recipe, ModelShare], None],
+    objective: Objective | TeacherTargets,
+) -> ParallelModel:
+    """Build a model on a mesh that is never trained; `draw` loads this worker's part of its weights."""
     model = empty_decoder(recipe.model, "meta")
     lower(model, recipe.train)
     model.requires_grad_(False)
-    targets = TeacherTargets(objective.top_k, objective.temperature)
-    try:
-        spread = parallelize_model(model, recipe, world, objective=targets)
-    except ModelError as error:
-        raise ModelError(f"the teacher does not fit the run's mesh: {error.message}", hint=error.hint) from None
+    if recipe.inference.exact:
+        make_exact(model, world.device)
+    spread = parallelize_model(model, recipe, world, objective=objective)
     for buffer in spread.model.buffers():
         buffer.zero_()
     draw(spread.model, recipe, ModelShare(world.rank, world.stage, spread.borrowed, spread.names, frozenset()))
     spread.model.eval()
-    return Teacher(spread, targets)
+    return spread
+
+
+def recipe_of_reference(recipe: Recipe) -> Recipe:
+    """Return the recipe of a policy's reference: the model as the run begins with it, on its mesh."""
+    return recipe.model_copy(update={"lora": None, "train": recipe.train.model_copy(update=_FROZEN)})
 
 
 def recipe_of_teacher(recipe: Recipe, objective: Distill) -> Recipe:
     """Return the recipe that a teacher is built by: its own model, on the run's mesh, in the precision of products."""
-    changes = {"weights": recipe.train.dtype, "recompute": "none", "recompute_blocks": None, "freeze": ()}
+    changes = {"weights": recipe.train.dtype, **_FROZEN}
     parallel = (recipe.parallel or Parallel()).model_copy(update={"stages": None})
     update = {
         "model": model_at(objective.teacher).model_copy(update={"init": objective.teacher}),

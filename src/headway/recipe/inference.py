@@ -1,0 +1,11 @@
+"""The inference section of a recipe: how a run's model computes, where engines sample from it."""
+
+from headway.recipe.section import Section
+
+
+class Inference(Section):
+    """How the model and the engines in the run compute tokens."""
+
+    exact: bool = False
+    """Compute each token alike in every batch, in training and inference: an engine that is exact, too, then reports
+    log-probabilities with the bits of the trainer's own. So far in float32 on CPUs."""

@@ -1,0 +1,123 @@
+"""From scored answers to what a step learns from: groups, which of them count, advantages and metrics. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.errors import RunError
+from headway.recipe.policy import PolicyGradient
+from headway.recipe.rl import Rl
+from headway.rl.advantages import advantages, overlong_penalty, pass_at_k, zero_variance
+from headway.rl.rollout import Rollout
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers to one prompt."""
+
+    rollouts: tuple[Rollout, ...]
+    """By answer."""
+    rewards: Floats
+    """Of each answer, with the penalty of its length; 0 for one that is left out."""
+    present: npt.NDArray[np.bool_]
+    """Which answers count."""
+
+    @property
+    def varies(self) -> bool:
+        """Whether its answers have different rewards, so that there is something to learn."""
+        return not zero_variance(self.rewards[None], self.present[None])[0]
+
+
+def groups_of(rollouts: Sequence[Rollout], rl: Rl) -> list[Group]:
+    """Return the groups of scored rollouts, by sample; raise RunError for a failed reward if the recipe says so."""
+    ordered = sorted(rollouts, key=lambda rollout: (rollout.sample, rollout.answer))
+    return [_group(tuple(members), rl) for _, members in groupby(ordered, key=lambda rollout: rollout.sample)]
+
+
+def _group(rollouts: tuple[Rollout, ...], rl: Rl) -> Group:
+    rewards, present = np.zeros(len(rollouts)), np.ones(len(rollouts), dtype=bool)
+    for number, rollout in enumerate(rollouts):
+        score = rollout.score
+        assert score is not None, "only scored rollouts are grouped"
+        if score.error is not None and rl.if_reward_fails == "stop":
+            raise RunError(
+                f"the reward of answer {rollout.answer} to prompt {rollout.prompt} failed: {last_line(score.error)}",
+                hint='rl.if_reward_fails = "zero" or "leave-out" goes on; headway rl samples shows the traceback',
+            )
+        if score.error is not None and rl.if_reward_fails == "leave-out":
+            present[number] = False
+            continue
+        rewards[number] = score.reward
+    penalties = overlong_penalty([len(rollout.token_ids) for rollout in rollouts], rl.max_tokens, rl.overlong)
+    rewards += np.where(present, penalties, 0.0)
+    return Group(rollouts, rewards, present)
+
+
+def last_line(traceback: str) -> str:
+    """Return the line of a traceback that says what happened."""
+    lines = [line for line in traceback.strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no reason given"
+
+
+def chosen(groups: Sequence[Group], rl: Rl, count: int) -> list[Group]:
+    """Return the groups that a batch of rollouts learns from: with dynamic sampling the first `count` that vary."""
+    return [group for group in groups if group.varies][:count] if rl.dynamic_sampling else list(groups)
+
+
+def advantages_of(
+    groups: Sequence[Group], objective: PolicyGradient, taken_off: Sequence[Sequence[float]] | None = None
+) -> list[Floats]:
+    """Return the advantages of each group's answers; `taken_off` are penalties of rewards, by answer (KL)."""
+    if not groups:
+        return []
+    rewards, present = _table(groups)
+    for row, penalties in enumerate(taken_off or ()):
+        rewards[row, : len(penalties)] -= penalties
+    values = advantages(rewards, objective.advantage, present)
+    return [values[row, : len(group.rollouts)] for row, group in enumerate(groups)]
+
+
+def _table(groups: Sequence[Group]) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Return rewards [groups, answers], and which answers count."""
+    size = max(len(group.rollouts) for group in groups)
+    rewards, present = np.zeros((len(groups), size)), np.zeros((len(groups), size), dtype=bool)
+    for row, group in enumerate(groups):
+        rewards[row, : len(group.rewards)], present[row, : len(group.present)] = group.rewards, group.present
+    return rewards, present
+
+
+def shares(groups: Sequence[Group], steps: int) -> list[list[Group]]:
+    """Divide a batch's groups among the steps that learn from it, as evenly as possible, in order."""
+    edges = np.linspace(0, len(groups), steps + 1).round().astype(int)
+    return [list(groups[low:high]) for low, high in pairwise(edges)]
+
+
+def metrics_of(groups: Sequence[Group], rl: Rl, trained_at: int) -> dict[str, float]:
+    """Return what people watch of the answers that a step learns from; `trained_at` is the step before it."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return {}
+    scores = [rollout.score for rollout in rollouts if rollout.score is not None]
+    rewards = np.concatenate([group.rewards[group.present] for group in groups])
+    written = [sum(end - first for first, end in rollout.written) for rollout in rollouts]
+    metrics = {
+        "reward": float(rewards.mean()) if rewards.size else 0.0,
+        "length": float(np.mean([len(rollout.token_ids) for rollout in rollouts])),
+        "truncated": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
+        "zero_variance": float(np.mean([not group.varies for group in groups])),
+        "sampled_entropy": -sum(sum(rollout.logprobs) for rollout in rollouts) / max(1, sum(written)),
+        "staleness": float(np.mean([trained_at - rollout.version for rollout in rollouts])),
+    }
+    for term in rl.rewards:
+        metrics[f"reward/{term.name}"] = float(np.mean([score.terms.get(term.name, 0.0) for score in scores]))
+    failed = float(np.mean([score.error is not None for score in scores]))
+    table, present = _table(groups)
+    passed = pass_at_k(table > 0, rl.samples, present)
+    if passed is not None:
+        metrics[f"pass@{rl.samples}"] = passed
+    return metrics | ({"failed": failed} if failed else {})

@@ -1,0 +1,163 @@
+"""A process that scores answers: `python -m headway.rl.scorer_process PARENT`, JSON lines on stdin and stdout.
+
+The first line names the rewards; the answer is `ready`, or `refused` with a sentence. Each further line is an answer
+and the terms to score it by; the answer is one line per term, with its value or its error, as soon as it is known.
+What rewards print goes to stderr, up to a limit, and never into the protocol. It does not import torch, and imports
+only the rewards that are named.
+"""
+
+import ctypes
+import importlib
+import io
+import json
+import math
+import numbers
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from headway.errors import HeadwayError
+from headway.rl.rewards import Answer, load_reward
+
+PR_SET_PDEATHSIG = 1
+MOST_PRINTED = 1 << 16
+"""Characters of a process's rewards that reach the log; what they print afterwards is dropped."""
+MOST_ERROR = 8000
+"""Characters of a traceback that are kept: its beginning and its end."""
+MOST_SHOWN = 200
+"""Characters of a wrong value in a message."""
+MOST_REWARD = 1e9
+"""A larger value is an error: it would drown all others, and its weighted sum may overflow."""
+
+
+class LimitedText(io.TextIOBase):
+    """A text stream that passes on so many characters, and drops what comes after them."""
+
+    def __init__(self, stream: TextIO, most: int = MOST_PRINTED) -> None:
+        self._stream = stream
+        self._left = most
+
+    def writable(self) -> bool:
+        """As of any stream that is written to."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Write as much as is left of the limit."""
+        if self._left > 0:
+            with suppress(OSError, ValueError):
+                self._stream.write(text[: self._left])
+                if len(text) > self._left:
+                    self._stream.write("\n[what rewards print from here on is dropped]\n")
+                self._stream.flush()
+        self._left -= len(text)
+        return len(text)
+
+
+def main() -> None:
+    """Score answers until the parent closes the pipe."""
+    _end_with(int(sys.argv[1]))
+    requests, replies = _separate_protocol()
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message).encode() + b"\n")
+        replies.flush()
+
+    start = json.loads(requests.readline() or b"null")
+    if start is None:
+        return
+    sys.path[:] = start["path"]
+    try:
+        rewards = [(load_reward(term["name"]), term["args"]) for term in start["rewards"]]
+    except HeadwayError as error:
+        reply({"refused": error.message, "hint": error.hint})
+        return
+    reply({"ready": True})
+    for line in requests:
+        fields = json.loads(line)
+        for message in score(rewards, fields.pop("terms"), Answer(**fields)):
+            reply(message)
+
+
+def score(
+    rewards: Sequence[tuple[Callable[..., Any], dict[str, Any]]], terms: Sequence[int], answer: Answer
+) -> Iterator[dict[str, Any]]:
+    """Yield the value or the error of each term."""
+    for term in terms:
+        reward, args = rewards[term]
+        try:
+            yield {"term": term, "value": checked(reward(answer, **args))}
+        except HeadwayError as error:
+            yield {"term": term, "error": error.message if error.hint is None else f"{error.message} ({error.hint})"}
+        except BaseException as error:  # SystemExit of a library ends no scoring either
+            yield {"term": term, "error": _shorten(_trace(error))}
+
+
+def checked(value: Any) -> float:
+    """Return a reward as a float; raise HeadwayError with the value if it is no number or not finite."""
+    if not isinstance(value, numbers.Real):
+        raise HeadwayError(f"returned {_show(value)}, which is no number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise HeadwayError(f"returned {_show(value)}, which is not finite")
+    if abs(number) > MOST_REWARD:
+        raise HeadwayError(f"returned {_show(value)}; rewards are at most {MOST_REWARD:g}")
+    return number
+
+
+def _show(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # of a class of the user's, or an int of too many digits
+        text = "a value"
+    if len(text) > MOST_SHOWN:
+        text = f"{text[:MOST_SHOWN]}..."
+    return f"{text} ({type(value).__name__})"
+
+
+def _trace(error: BaseException) -> str:
+    """Return a traceback from the reward on."""
+    try:
+        inner = error.__traceback__.tb_next if error.__traceback__ else None
+        return "".join(traceback.format_exception(type(error), error, inner)).strip()
+    except Exception:  # its __str__ may raise
+        return type(error).__name__
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MOST_ERROR else f"{text[: MOST_ERROR // 2]}\n...\n{text[-MOST_ERROR // 2 :]}"
+
+
+def _end_with(parent: int) -> None:
+    """Die with the parent, whatever a reward is doing; Ctrl-C is for the parent alone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        with suppress(OSError):  # when memory runs out, the kernel takes this process and not the trainer
+            Path("/proc/self/oom_score_adj").write_text("1000")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _separate_protocol() -> tuple[BinaryIO, BinaryIO]:
+    """Move the pipes to the parent away from stdin and stdout; return them. Printing goes to stderr, limited."""
+    requests, replies, printed = os.dup(0), os.dup(1), os.dup(2)  # none is inherited by commands
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # 2 as well: what native code and commands print has no limit
+        os.dup2(null, descriptor)
+    os.close(null)
+    stream = LimitedText(os.fdopen(printed, "w", encoding="utf-8", errors="backslashreplace"))
+    sys.stdout = sys.stderr = stream
+    return os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
+
+
+if __name__ == "__main__":
+    # As a module of its own name, or a reward that imports this file would import it again.
+    importlib.import_module("headway.rl.scorer_process").main()

@@ -1,0 +1,403 @@
+"""Rollouts as a feed of the training loop: sample answers, score them, and pack what a step learns from.
+
+    obtain   the batch of rollouts that a step is of: read from the run folder, or sampled and scored with the weights
+             of now, `rl.staleness` batches ahead
+    learn    groups, advantages, and log-probabilities of the trainer and the reference at the batch's start
+    share    this step's part of the answers, packed into rows; this worker's rows on its device
+
+A batch of rollouts is for `rl.updates` steps, and is stored before the first of them. Its content is a function of the
+data, the seed and the weights; so an attempt that resumes in the middle reads it, and samples only what is missing.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.data.loader import MASKED, Batch
+from headway.data.order import Ids
+from headway.data.prompts import Prompt, PromptOrder, PromptReader
+from headway.errors import RunError, plural
+from headway.parallel import ParallelModel, World
+from headway.parallel.objective import DeviceBatch
+from headway.recipe import Recipe
+from headway.recipe.policy import PolicyGradient
+from headway.rl.groups import Group, advantages_of, chosen, groups_of, metrics_of, shares
+from headway.rl.packing import PackedAnswers, pack_answers, per_answer
+from headway.rl.rewards import Answer
+from headway.rl.rollout import Rollout
+from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, from_lines, to_lines
+from headway.rl.scorer import Scorer
+from headway.state import list_checkpoints
+from headway.track import Recorder, RunFolder
+from headway.track.heartbeat import HeartbeatWriter
+from headway.train.answers import AnswerRequest, AnswerSampler
+from headway.train.fail_together import fail_together
+from headway.train.fault_injector import WorkerFaultInjector
+from headway.train.feed import FedStep, on_device
+from headway.train.objectives import CountedObjective
+from headway.train.objectives.policy import ADVANTAGE, BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS, WEIGHT
+
+HELD_OUT = ("reward", "length", "truncated")
+"""Metrics of answers to held-out prompts, besides those of each reward."""
+POLL_S = 0.01
+"""Between looks at the scorers once all answers are sampled."""
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """What one step learns from, on the host; the same on all workers."""
+
+    packed: PackedAnswers
+    columns: dict[str, np.ndarray]
+    metrics: dict[str, float]
+
+
+class RolloutFeed:
+    """Feeds the loop with answers of the model that it trains."""
+
+    masks = True
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunFolder,
+        world: World,
+        spread: ParallelModel,
+        reference: ParallelModel | None,
+        prompts: PromptReader,
+        order: PromptOrder,
+        objective: CountedObjective,
+        recorder: Recorder,
+        beat: HeartbeatWriter,
+        faults: WorkerFaultInjector,
+    ) -> None:
+        assert recipe.rl is not None
+        assert isinstance(recipe.objective, PolicyGradient)
+        self._recipe, self._rl, self._policy = recipe, recipe.rl, recipe.objective
+        self._world, self._spread, self._reference = world, spread, reference
+        self._prompts, self._order, self._objective = prompts, order, objective
+        self._recorder, self._beat, self._faults = recorder, beat, faults
+        self._run, self._files = run, RolloutFiles(run)
+        self._scorer = Scorer(recipe.rl)
+        self._sampler: AnswerSampler | None = None
+        self._first = 0
+        """The first step of the batch that `_lessons` are of."""
+        self._lessons = list[_Lesson]()
+        self._end = 0
+
+    # -- what the loop calls
+
+    def samples(self, step: int) -> bool:
+        """Whether a step begins a batch of rollouts, for which the chain must be known up to the step before."""
+        return self._first_step(step) == step
+
+    def take(self, step: int, cursor: int, batch: int, chain_before: str) -> FedStep:
+        """See Feed; all workers together."""
+        first = self._first_step(step)
+        if self._first != first:
+            obtained = self._obtain(first, step, cursor, chain_before)
+            self._lessons, self._first, self._end = self._learn(obtained, step), first, obtained.end
+        lesson = self._lessons[step - first]
+        rows = self._share(lesson)
+        tokens = int((lesson.packed.batch.documents < _padding(lesson.packed.batch)).sum())
+        counts = self._objective.counts(rows)
+        return FedStep(self._on_device(rows), rows.trained, counts, self._end, tokens, lesson.metrics)
+
+    def close(self) -> None:
+        """End the processes that score."""
+        self._scorer.close()
+
+    def held_out_rewards(self, held_out: Ids, version: int) -> dict[str, float]:
+        """See Feed: of one greedy answer to each prompt; all workers together."""
+        prompts = [self._prompts.prompt(int(number)) for number in held_out]
+        requests = [AnswerRequest(prompt, place, 0) for place, prompt in enumerate(prompts)]
+        groups = groups_of(self._gathered(self._sampled(requests[self._mine], version, greedy=True)), self._rl)
+        metrics = metrics_of(groups, self._rl, version)
+        return {
+            key: metrics[key] for key in metrics if key in ("reward", "length", "truncated") or key[:7] == "reward/"
+        }
+
+    # -- obtain
+
+    def _first_step(self, step: int) -> int:
+        return step - (step - 1) % self._rl.updates
+
+    def _obtain(self, first: int, step: int, cursor: int, chain_before: str) -> RolloutBatch:
+        """Return the batch of rollouts that begins with the step `first`, and store those ahead of it."""
+        updates, ahead = self._rl.updates, self._rl.staleness * self._rl.updates
+        if step != first:  # resumed in the middle of it
+            return self._needed(first, f"resuming at step {step}")
+        header = BatchHeader(first, first - 1, chain_before, cursor)
+        last = min(first + ahead, self._recipe.train.steps)
+        if first == 1:
+            for start in range(1, last + 1, updates):
+                header = replace(header, step=start, cursor=self._made(replace(header, step=start)).end)
+        elif ahead == 0:
+            self._made(header)
+        elif first + ahead <= self._recipe.train.steps:
+            before = self._needed(first + ahead - updates, f"rl.staleness = {self._rl.staleness}")
+            self._made(replace(header, step=first + ahead, cursor=before.end))
+        return self._needed(first, f"rl.staleness = {self._rl.staleness}")
+
+    def _needed(self, first: int, why: str) -> RolloutBatch:
+        """Return a stored batch of rollouts; raise RunError if it is not there. All workers read it from the first."""
+        text = ""
+        with fail_together(self._world, "read the rollouts"):
+            stored = self._files.read(first)
+            if self._world.first and stored is None:
+                file = self._files.path(first)
+                raise RunError(
+                    f"{why} needs the rollouts that begin with step {first}, and {file} is not there",
+                    hint="put the file back, or train --from a step where a batch of rollouts begins, with staleness 0",
+                )
+        assert stored is not None or not self._world.first
+        if self._world.size == 1 and stored is not None:
+            return stored
+        if self._world.first and stored is not None:
+            text = self._files.path(first).read_text()
+        return self._files.parse(self._world.gather_text(text)[0])
+
+    def _made(self, header: BatchHeader) -> RolloutBatch:
+        """Return the batch of rollouts of a header: stored already, or sampled, scored and stored now."""
+        stored = self._files.read(header.step) if self._world.first else None
+        if self._world.any(stored is not None and stored.header == header):
+            return self._needed(header.step, "this step")
+        rollouts, end = self._rounds(header)
+        batch = RolloutBatch(header, end, tuple(rollouts))
+        with fail_together(self._world, "store the rollouts"):
+            if self._world.first:
+                self._files.finish(batch)
+                self._prune()
+        return batch
+
+    def _rounds(self, header: BatchHeader) -> tuple[list[Rollout], int]:
+        """Sample and score prompts until there are enough groups to learn from; return them and the cursor after."""
+        count = self._recipe.train.batch * self._rl.updates
+        rounds = 1 + (self._rl.dynamic_rounds if self._rl.dynamic_sampling else 0)
+        rollouts, cursor, missing = list[Rollout](), header.cursor, count
+        for _ in range(rounds):
+            drawn = self._order.next(cursor, missing)
+            cursor = drawn.cursor
+            rollouts += self._scored(header, drawn.samples, drawn.prompts)
+            missing = count - len(chosen(groups_of(rollouts, self._rl), self._rl, count))
+            if missing <= 0 or not self._rl.dynamic_sampling:
+                break
+        return sorted(rollouts, key=lambda rollout: (rollout.sample, rollout.answer)), cursor
+
+    def _scored(self, header: BatchHeader, samples: Sequence[int], numbers: Sequence[int]) -> list[Rollout]:
+        """Return scored answers to prompts, of all workers: each samples those to some of the prompts."""
+        mine = [*zip(samples, numbers, strict=True)][self._mine]
+        done = self._files.read_parts(header)
+        requests = [
+            AnswerRequest(self._prompts.prompt(number), sample, answer)
+            for sample, number in mine
+            for answer in range(self._rl.samples)
+        ]
+        found = [done[request.key] for request in requests if request.key in done]
+        missing = [request for request in requests if request.key not in done]
+        with self._files.open_part(header, self._world.rank) as part:
+            new = self._sampled(missing, header.version, part.add, step=header.step)
+        return self._gathered([*found, *new])
+
+    @property
+    def _mine(self) -> slice:
+        return slice(self._world.rank, None, self._world.size)
+
+    def _sampled(
+        self,
+        requests: Sequence[AnswerRequest],
+        version: int,
+        store: Callable[[Rollout], None] = lambda _: None,
+        *,
+        step: int = 0,
+        greedy: bool = False,
+    ) -> list[Rollout]:
+        """Sample answers and score them meanwhile; `store` is called with each once it is scored."""
+        self._beat.enter("generate")
+        sampler = self._engine(version)
+        prompts = {request.key: request.prompt for request in requests}
+        unscored, scored = dict[int, Rollout](), list[Rollout]()
+
+        def submit(rollout: Rollout) -> None:
+            unscored[self._scorer.submit(_answer_of(rollout, prompts[rollout.sample, rollout.answer]))] = rollout
+
+        def take() -> None:
+            self._beat.mark()
+            for number, score in self._scorer.poll().items():
+                rollout = replace(unscored.pop(number), score=score)
+                store(rollout)
+                scored.append(rollout)
+
+        with self._recorder.span("generate"):
+            if step:
+                self._faults.reach("generate", step)
+            sampler.sample(requests, submit, take, greedy=greedy)
+        with self._recorder.span("score"):
+            if step:
+                self._faults.reach("score", step)
+            while unscored:
+                take()
+                if unscored:
+                    time.sleep(POLL_S)
+        return scored
+
+    def _engine(self, version: int) -> AnswerSampler:
+        """Return the sampler, with the weights of now; all workers together."""
+        with self._recorder.span("sync"):
+            if self._sampler is None:
+                self._sampler = AnswerSampler(self._recipe, self._run, self._spread, self._world)
+            self._sampler.take_weights(version)
+        return self._sampler
+
+    def _gathered(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the rollouts of all workers."""
+        if self._world.size == 1:
+            return list(rollouts)
+        with self._recorder.span("idle"):
+            return [rollout for text in self._world.gather_text(to_lines(rollouts)) for rollout in from_lines(text)]
+
+    def _prune(self) -> None:
+        if self._rl.keep_rollouts:
+            steps = [entry.step for entry in list_checkpoints(self._run.checkpoints)]
+            self._files.prune(self._rl.keep_rollouts, self._first_step(min(steps, default=0) + 1))
+
+    # -- learn
+
+    def _learn(self, batch: RolloutBatch, step: int) -> list[_Lesson]:
+        """Return what each step of a batch learns from; all workers together."""
+        groups = chosen(groups_of(batch.rollouts, self._rl), self._rl, self._recipe.train.batch * self._rl.updates)
+        if not any(group.varies for group in groups):
+            self._nothing_to_learn(step, len(groups))
+        parts = shares(groups, self._rl.updates)
+        multiple = self._world.data.size * self._spread.rows_multiple
+        packed = [pack_answers(_answers(part), self._recipe.data.seq, multiple) for part in parts]
+        scores = [self._scores(batch, index, one) for index, one in enumerate(packed)]
+        taken_off = None
+        if self._policy.kl_in == "reward" and self._policy.kl != "none":
+            taken_off = [
+                row
+                for part, one, columns in zip(parts, packed, scores, strict=True)
+                for row in _divergences(part, one, columns, self._policy.kl_weight)
+            ]
+        values = advantages_of(groups, self._policy, taken_off)
+        lessons, done = list[_Lesson](), 0
+        for part, one, columns in zip(parts, packed, scores, strict=True):
+            advantage = np.concatenate([*values[done : done + len(part)], np.zeros(0)])
+            weight = np.array(
+                [self._weight(group, n) for group in part for n in range(len(group.rollouts))], np.float32
+            )
+            done += len(part)
+            answers = one.batch.columns["answer"]
+            columns = {name: column for name, column in columns.items() if name in self._objective.columns}
+            columns[ADVANTAGE] = per_answer(advantage.astype(np.float32), answers)
+            columns[WEIGHT] = per_answer(weight.astype(np.float32), answers)
+            columns[BEHAVIOUR] = one.batch.columns["behaviour"]
+            lessons.append(_Lesson(one, columns, metrics_of(part, self._rl, batch.header.step - 1)))
+        return lessons
+
+    def _weights(self, group: Group) -> np.ndarray:
+        """Return the weights of a group's answers in the loss."""
+        whole = np.array([rollout.finish != "length" for rollout in group.rollouts])
+        return (group.present & (whole | (not self._rl.mask_truncated))).astype(np.float64)
+
+    def _nothing_to_learn(self, step: int, groups: int) -> None:
+        """Say that no group of a batch has answers of different rewards."""
+        message = (
+            f"step {step}: in all {plural(groups, 'group')} the answers have the same reward: loss 0 is expected here"
+        )
+        if self._rl.if_no_variance == "stop":
+            raise RunError(message, hint='rl.if_no_variance = "go-on", more rl.samples, or easier prompts')
+        if self._world.first:
+            self._recorder.event("log", message=message)
+
+    def _scores(self, batch: RolloutBatch, index: int, packed: PackedAnswers) -> dict[str, np.ndarray]:
+        """Return the log-probabilities that the loss or the reward needs, at the weights of the batch's first step."""
+        wanted = {PROXIMAL, REFERENCE_LOGPROBS} & self._objective.columns
+        if self._policy.kl_in == "reward" and self._policy.kl != "none":
+            wanted |= {PROXIMAL, REFERENCE_LOGPROBS}
+        stored = self._files.read_scores(batch.header, index, wanted, packed.batch.inputs.shape)
+        if not self._world.any(stored is None):
+            return stored or {}
+        models = {PROXIMAL: self._spread, REFERENCE_LOGPROBS: self._reference}
+        columns = {name: self._token_logprobs(models[name], packed) for name in sorted(wanted)}
+        if self._world.first and columns:
+            self._files.store_scores(batch.header, index, columns)
+        return columns
+
+    def _token_logprobs(self, model: ParallelModel | None, packed: PackedAnswers) -> np.ndarray:
+        """Return a model's log-probabilities of all labels, on every worker."""
+        assert model is not None, "a recipe with kl has a reference"
+        rows = self._rows(packed.batch)
+        values = model.token_logprobs(self._on_device(rows, columns=False))
+        whole = torch.zeros(packed.batch.inputs.shape, dtype=torch.float32)
+        if values is not None and self._world.axis("tensor").rank == 0:
+            whole[self._slice(len(whole))] = values.float().cpu()
+        return self._world.sum(whole).numpy()
+
+    # -- share
+
+    def _slice(self, rows: int) -> slice:
+        each = rows // self._world.data.size
+        return slice(each * self._world.data.rank, each * (self._world.data.rank + 1))
+
+    def _rows(self, batch: Batch) -> Batch:
+        """Return this worker's rows."""
+        mine = self._slice(len(batch.inputs))
+        labels = batch.labels[mine]
+        assert batch.documents is not None
+        columns = {name: column[mine] for name, column in batch.columns.items()}
+        return Batch(batch.inputs[mine], labels, int((labels != MASKED).sum()), batch.documents[mine], columns)
+
+    def _share(self, lesson: _Lesson) -> Batch:
+        return self._rows(lesson.packed.batch._replace(columns=lesson.columns))
+
+    def _on_device(self, rows: Batch, *, columns: bool = True) -> DeviceBatch:
+        device = self._world.device
+        inputs, labels, documents = (_sent(array, device) for array in (rows.inputs, rows.labels, rows.documents))
+        sent = on_device(rows.columns, self._objective.columns, device) if columns else {}
+        return DeviceBatch(inputs, labels, documents, sent)
+
+
+def _answer_of(rollout: Rollout, prompt: Prompt) -> Answer:
+    """Return what a reward sees of an answer."""
+    return Answer(
+        text=rollout.text,
+        prompt=prompt.text,
+        fields=prompt.fields,
+        tokens=len(rollout.token_ids),
+        finish=rollout.finish,
+    )
+
+
+def _sent(array: np.ndarray | None, device: torch.device) -> Tensor:
+    assert array is not None
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def _padding(batch: Batch) -> np.ndarray:
+    """Return the number of each row's padding: that of its answers."""
+    return (batch.columns["answer"] >= 0).sum(axis=1)[:, None]
+
+
+def _answers(groups: Sequence[Group]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def _divergences(
+    groups: Sequence[Group], packed: PackedAnswers, columns: dict[str, np.ndarray], weight: float
+) -> list[list[float]]:
+    """Return what a divergence from the reference takes off each reward: its first estimator, summed over tokens."""
+    labels = packed.batch.labels != MASKED
+    gap = np.where(labels, columns[PROXIMAL].astype(np.float64) - columns[REFERENCE_LOGPROBS], 0.0)
+    assert packed.batch.documents is not None
+    answers = packed.batch.columns["answer"]
+    sums = np.zeros(int(answers.max(initial=-1)) + 2)
+    rows = np.arange(len(gap))[:, None]
+    padded = np.concatenate([answers, np.full((len(answers), 1), -1)], axis=1)
+    np.add.at(sums, padded[rows, packed.batch.documents], gap)
+    values = iter((weight * sums).tolist())
+    return [[next(values) for _ in group.rollouts] for group in groups]
