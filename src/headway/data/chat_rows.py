@@ -16,6 +16,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from headway.data.chat_template import reserved_argument
+
 Kind = Literal["chat", "pairs", "labelled"]
 Message = dict[str, Any]
 
@@ -62,6 +64,8 @@ def parse_row(row: Mapping[str, Any]) -> ChatRow:
     tools, arguments = _tools(row.get("tools")), row.get("chat_template_kwargs")
     if arguments is not None and not isinstance(arguments, Mapping):
         raise BadRow(f"chat_template_kwargs is {_type(arguments)}, not an object")
+    if name := reserved_argument(arguments or {}):
+        raise BadRow(f"chat_template_kwargs has {name!r}, which the conversation gives")
     weight = _weight(row.get("weight"))
     if row.get("chosen") is not None or row.get("rejected") is not None:
         conversations = [Conversation(m, context, tools, arguments) for m, context in _pair(row)]

@@ -86,7 +86,8 @@ def run_batch(request: BatchRequest) -> None:
 
             def write(place: int, result: Generated, some: list[int] = some, output: IO[str] = output) -> None:
                 nonlocal count
-                answer = _answer(some[place], marks[some[place]], result)
+                index = some[place]
+                answer = _answer(index, marks[index], result, ids=isinstance(lines[index].prompt, list))
                 output.write(json.dumps(answer, ensure_ascii=False) + "\n")
                 output.flush()
                 count += 1
@@ -187,7 +188,8 @@ def _prompt(llm: LLM, request: BatchRequest, entry: InputLine, index: int) -> tu
     return ids, params
 
 
-def _answer(index: int, mark: str, result: Generated) -> dict[str, Any]:
+def _answer(index: int, mark: str, result: Generated, *, ids: bool) -> dict[str, Any]:
+    """Return the line of an input; `ids`: whether with the token ids of the outputs."""
     outputs = []
     for output in result.outputs:
         entry: dict[str, Any] = {
@@ -195,8 +197,10 @@ def _answer(index: int, mark: str, result: Generated) -> dict[str, Any]:
             "finish_reason": output.finish_reason,
             "tokens": len(output.token_ids),
         }
+        if ids or output.logprobs:
+            entry["token_ids"] = output.token_ids
         if output.logprobs:
-            entry |= {"token_ids": output.token_ids, "logprobs": [row.logprob for row in output.logprobs]}
+            entry["logprobs"] = [row.logprob for row in output.logprobs]
         outputs.append(entry)
     return {"index": index, "request": mark, "prompt_tokens": len(result.prompt_ids), "outputs": outputs}
 

@@ -33,7 +33,10 @@ def sample(request: SampleRequest) -> Iterator[dict[str, Any]]:
     """Yield pieces of text, prompt by prompt."""
     engine = TextEngine(request.load())
     if engine.loaded.tokenizer is None:
-        raise RunError(f"{engine.loaded.name} has no tokenizer")
+        raise RunError(
+            f"{engine.loaded.name} has no tokenizer",
+            hint='headway generate takes token ids: {"prompt": [1, 2]}',
+        )
     for index, prompt in enumerate(request.prompts):
         ids = engine.encode(prompt)
         most = request.max_tokens or engine.fitting(ids, DEFAULT_TOKENS)
