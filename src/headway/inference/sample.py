@@ -5,6 +5,7 @@ Reads one request, a JSON object, from stdin. Streams JSON lines to stdout: piec
 """
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from headway.errors import HeadwayError, RunError
 from headway.inference.load import ModelSource
 from headway.inference.params import SamplingParams
 from headway.inference.text_engine import TextEngine
+from headway.state.parent_process import end_with_parent
 
 DEFAULT_TOKENS = 100
 
@@ -74,4 +76,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent(signal.SIGTERM, *map(int, sys.argv[1:]))
     sys.exit(main())
