@@ -145,7 +145,7 @@ def build_command(
     print(f"sources    {plural(built.sources, 'file')}, {_size(built.source_bytes)}")
     print(f"encoder    {built.engine}")
     if built.skipped:
-        print(f"skipped    {built.skipped:,} unreadable files, lines or rows")
+        print(f"skipped    {plural(built.skipped, 'input')} that could not be used")
     if not built.changed:
         print("unchanged  this version already exists")
     print(f"\nnext: {_next(built.manifest, out)}")

@@ -234,6 +234,7 @@ class PlainLines:
     def __init__(self, status: LiveStatus, records: RecordTail, title: str) -> None:
         self._status, self._records = status, records
         self._printed_step = self._noticed = 0
+        self._printed_scored: tuple[int, int] | None = None
         self._last_print = time.monotonic()
         self._stops = 0
         tell(title)
@@ -260,7 +261,8 @@ class PlainLines:
         """Print step and numbers if the step has changed."""
         status = self._status
         if status.step == self._printed_step:
-            if status.step == 0 and status.scored is not None:
+            if status.step == 0 and status.scored is not None and status.scored != self._printed_scored:
+                self._printed_scored = status.scored
                 tell(f"{status.scored_what}, computed once: {status.scored[0]} of {status.scored[1]} rows")
             return
         self._printed_step = status.step
