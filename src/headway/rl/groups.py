@@ -70,14 +70,15 @@ def chosen(groups: Sequence[Group], rl: Rl, count: int) -> list[Group]:
 
 
 def advantages_of(
-    groups: Sequence[Group], objective: PolicyGradient, taken_off: Sequence[Sequence[float]] | None = None
+    groups: Sequence[Group], objective: PolicyGradient, taken_off: Sequence[float] | None = None
 ) -> list[Floats]:
-    """Return the advantages of each group's answers; `taken_off` are penalties of rewards, by answer (KL)."""
+    """Return the advantages of each group's answers; `taken_off` is taken off the reward of each answer in turn."""
     if not groups:
         return []
     rewards, present = _table(groups)
-    for row, penalties in enumerate(taken_off or ()):
-        rewards[row, : len(penalties)] -= penalties
+    if taken_off is not None:
+        asked = np.arange(rewards.shape[1]) < np.array([[len(group.rollouts)] for group in groups])
+        rewards[asked] -= taken_off
     values = advantages(rewards, objective.advantage, present)
     return [values[row, : len(group.rollouts)] for row, group in enumerate(groups)]
 
