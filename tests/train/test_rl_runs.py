@@ -18,12 +18,6 @@ from headway.track import compare_runs
 
 STEPS = 6
 BATCH, SAMPLES = 4, 4
-REWARDS = "tests.train.rewards_of_tests"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_rewards(own_code: Any) -> None:
-    """Processes find the rewards of this folder."""
 
 
 @pytest.fixture(scope="module")
