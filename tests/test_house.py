@@ -55,6 +55,7 @@ VERBS = [
     ["trace", "import", "none", "out.csv"], ["replay", "none"], ["why", "job", "--from", "none"],
     ["check", "--help"], ["check", "none.toml", "--mesh", "shard=2"],
     ["doctor"], ["doctor", "--network"], ["doctor", "--storage", "none"],
+    ["doctor", "--sandbox"],
     ["submit", "none.toml", "--on", "cpu"], ["submit", "recipes/demo.toml", "--on", "cpu", "--set", "data.path=none"],
     ["sweep"], ["sweep", "none"], ["sweep", "none.toml", "--grid", "seed=1,2"],
     ["sweep", "recipes/demo.toml", "--grid", "seed=1,2", "--set", "data.path=none"],

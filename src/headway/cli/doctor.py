@@ -1,4 +1,4 @@
-"""`headway doctor`: checks storage, network or an engine before a run."""
+"""`headway doctor`: checks storage, network, an engine or the sandbox before a run."""
 
 import os
 import sys
@@ -18,6 +18,7 @@ from headway.errors import UsageError
 from headway.hardware.link_bench import listen, measure
 from headway.hardware.network import HostNetwork, Transport, find_network, main_address, transport
 from headway.hardware.storage import StorageRates, measure_storage, uses
+from headway.rl.sandbox import why_no_sandbox
 
 
 def doctor(
@@ -44,12 +45,15 @@ def doctor(
             help="Check an engine: slurm's configuration, or whether ray accepts this process.",
         ),
     ] = None,
+    sandbox: Annotated[
+        bool, typer.Option("--sandbox", help="Check that code of answers can be run in a sandbox, for rl.rewards.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Check storage, network or an engine before a run."""
+    """Check storage, network, an engine or the sandbox before a run."""
     _check(network, with_, listen)
-    if storage is None and not network and engine is None:
-        raise UsageError("nothing to check", hint="use --storage PATH, --network or --engine slurm|ray")
+    if storage is None and not network and engine is None and not sandbox:
+        raise UsageError("nothing to check", hint="use --storage PATH, --network, --engine slurm|ray or --sandbox")
     if listen is not None:
         _listen(listen, _token(token_env))
         return
@@ -64,11 +68,15 @@ def doctor(
     if engine is not None:
         document["engine"], text = look_at_engine(engine)
         lines += [""] * bool(lines) + text
+    if sandbox:
+        document["sandbox"], text = _sandbox()
+        lines += [""] * bool(lines) + text
     if json:
         print_json(document)
         return
     print("\n".join(lines))
-    print(f"next: {_next(storage, with_) if engine is None else f'headway nodes --engine {engine}'}")
+    if storage is not None or network or engine is not None:
+        print(f"next: {_next(storage, with_) if engine is None else f'headway nodes --engine {engine}'}")
 
 
 def _check(network: bool, with_: str | None, listen: str | None) -> None:
@@ -125,6 +133,15 @@ def _rates(rates: StorageRates) -> list[str]:
         f"  file renames  {rates.renames_s:>10,.0f} /s, unlinks {rates.unlinks_s:,.0f} /s",
         f"  locks         {'work' if rates.locks else 'do not work':>10}",
     ]
+
+
+# -- sandbox
+
+
+def _sandbox() -> tuple[dict[str, Any], list[str]]:
+    why = why_no_sandbox()
+    line = "sandbox: works" if why is None else f"sandbox: cannot be built: {why}"
+    return {"works": why is None, "why": why}, textwrap.wrap(line, 80, subsequent_indent="  ")
 
 
 # -- network

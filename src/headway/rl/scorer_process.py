@@ -8,6 +8,7 @@ only the rewards that are named.
 
 import ctypes
 import importlib
+import inspect
 import io
 import json
 import math
@@ -21,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, RecipeError
 from headway.rl.rewards import Answer, load_reward
 
 PR_SET_PDEATHSIG = 1
@@ -33,6 +34,8 @@ MOST_SHOWN = 200
 """Characters of a wrong value in a message."""
 MOST_REWARD = 1e9
 """A larger value is an error: it would drown all others, and its weighted sum may overflow."""
+
+SIGNATURE = "def reward(answer, **args) -> float"
 
 
 class LimitedText(io.TextIOBase):
@@ -72,7 +75,7 @@ def main() -> None:
         return
     sys.path[:] = start["path"]
     try:
-        rewards = [(load_reward(term["name"]), term["args"]) for term in start["rewards"]]
+        rewards = [_ready_reward(term["name"], term["args"]) for term in start["rewards"]]
     except HeadwayError as error:
         reply({"refused": error.message, "hint": error.hint})
         return
@@ -81,6 +84,22 @@ def main() -> None:
         fields = json.loads(line)
         for message in score(rewards, fields.pop("terms"), Answer(**fields)):
             reply(message)
+
+
+def _ready_reward(name: str, args: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return a reward that will take its arguments, and that this machine can run; raise HeadwayError otherwise."""
+    reward = load_reward(name)
+    try:
+        inspect.signature(reward).bind(None, **args)
+    except TypeError as error:
+        raise RecipeError(f"rl.rewards: {name} cannot be called with its args: {error}", hint=SIGNATURE) from None
+    except ValueError:  # native code may have no signature
+        pass
+    if name == "code":
+        from headway.rl.sandbox import check_sandbox  # only this reward needs it
+
+        check_sandbox()
+    return reward, args
 
 
 def score(

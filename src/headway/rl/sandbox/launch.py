@@ -129,7 +129,8 @@ def make_cgroups(config: dict[str, Any]) -> list[str]:
         limits = {"pids.max": config["processes"] + 2}
         if unified:
             limits |= {"memory.max": config["total_bytes"], "memory.swap.max": 0}
-        if all([_write(f"{folder}/{name}", str(value)) or name != "pids.max" for name, value in limits.items()]):
+        written = {name: _write(f"{folder}/{name}", str(value)) for name, value in limits.items()}
+        if written["pids.max"]:
             return [folder]
         remove_cgroups([folder])
     if os.geteuid() == 0:

@@ -5,7 +5,7 @@ import selectors
 import subprocess
 from dataclasses import dataclass
 
-from headway.rl.sandbox.box import Box, SandboxLimits
+from headway.rl.sandbox.process import SandboxLimits, SandboxProcess
 
 MAIN = "/box/main.py"
 CHUNK = 1 << 16
@@ -23,16 +23,16 @@ class ProgramEnd:
 
 def run_program(source: str, stdin: bytes, limits: SandboxLimits, most_output: int) -> ProgramEnd:
     """Run a program; it ends as failed when it writes more than `most_output` bytes."""
-    with Box(MAIN, {MAIN: source}, limits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as box:
-        assert box.stdin is not None
-        assert box.stdout is not None
-        output = _converse(box.stdin.fileno(), box.stdout.fileno(), box, stdin, most_output)
+    with SandboxProcess(MAIN, {MAIN: source}, limits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sandbox:
+        assert sandbox.stdin is not None
+        assert sandbox.stdout is not None
+        output = _converse(sandbox.stdin.fileno(), sandbox.stdout.fileno(), sandbox, stdin, most_output)
         if len(output) > most_output:
             return ProgramEnd(1, output[:most_output])
-        return ProgramEnd(box.end(), output)
+        return ProgramEnd(sandbox.end(), output)
 
 
-def _converse(writes: int, reads: int, box: Box, stdin: bytes, most_output: int) -> bytes:
+def _converse(writes: int, reads: int, sandbox: SandboxProcess, stdin: bytes, most_output: int) -> bytes:
     """Write the input and read the output until it ends, or is too long."""
     output = bytearray()
     left = memoryview(stdin)
@@ -54,6 +54,6 @@ def _converse(writes: int, reads: int, box: Box, stdin: bytes, most_output: int)
                     left = left[:0]
                 if not left:
                     selector.unregister(writes)
-                    assert box.process.stdin is not None
-                    box.process.stdin.close()
+                    assert sandbox.process.stdin is not None
+                    sandbox.process.stdin.close()
     return bytes(output)

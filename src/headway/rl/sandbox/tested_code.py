@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from headway.errors import DataError
-from headway.rl.sandbox.box import Box, SandboxLimits
+from headway.rl.sandbox.process import TIMED_OUT, SandboxLimits, SandboxProcess
 
 ANSWER_SIDE, TESTS_SIDE = "/box/answer_side.py", "/box/tests_side.py"
 MOST_VERDICT = 1 << 20
@@ -38,19 +38,22 @@ def run_tests(code: str, tests: TestCode, limits: SandboxLimits) -> list[bool]:
         answer_files = {ANSWER_SIDE: _script("answer_side"), "/box/answer.py": code}
         tests_files = {TESTS_SIDE: _script("tests_side"), "/box/tests.json": json.dumps(_as_json(tests))}
         shared = {"/box/headway/rl/sandbox/plain_data.py": _script("plain_data")}
-        answer_box = stack.enter_context(
-            Box(ANSWER_SIDE, {**answer_files, **shared}, limits, stdin=requests, stdout=reply)
+        answer_sandbox = stack.enter_context(
+            SandboxProcess(ANSWER_SIDE, {**answer_files, **shared}, limits, stdin=requests, stdout=reply)
         )
-        box = stack.enter_context(
-            Box(TESTS_SIDE, {**tests_files, **shared}, limits, stdin=replies, stdout=ask, verdict=verdict)
+        tests_sandbox = stack.enter_context(
+            SandboxProcess(TESTS_SIDE, {**tests_files, **shared}, limits, stdin=replies, stdout=ask, verdict=verdict)
         )
         # Each must see the end of its pipes when the other ends, so none may be open here.
         _close(open_ends - {verdicts})
         open_ends &= {verdicts}
         lines = _read(verdicts).splitlines()
-        box.end()
+        status = tests_sandbox.end()
         if not lines:  # the code could not be run, or its sandbox could not be built, which is another matter
-            answer_box.end()
+            answer_sandbox.end()
+        answer_sandbox.check()
+        if status not in (0, TIMED_OUT):
+            raise DataError("the row's tests ended their process instead of passing or raising")
     return _passed(lines, len(tests.tests))
 
 

@@ -31,7 +31,7 @@ class AnswerObject:
     It is equal to itself alone and true, whatever its class says: neither is asked of the answer.
     """
 
-    def __init__(self, link: "Link", number: int) -> None:
+    def __init__(self, link: "AnswerLink", number: int) -> None:
         self._link, self._number = link, number
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -60,7 +60,7 @@ class AnswerObject:
         return str(self._link.ask("text", self._number))
 
 
-class Link:
+class AnswerLink:
     """The pipes to the answer's process."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def main() -> None:
         tests = json.load(file)
     sys.set_int_max_str_digits(MOST_DIGITS)
     verdict = os.fdopen(3, "wb", buffering=0)
-    link = Link()
+    link = AnswerLink()
     names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     try:
         names |= _names(link, tests["entry_point"])
@@ -133,7 +133,7 @@ def main() -> None:
         verdict.write(to_line({"passed": _passes(link, test, names, tests["entry_point"])}))
 
 
-def _names(link: Link, entry_point: str | None) -> dict[str, Any]:
+def _names(link: AnswerLink, entry_point: str | None) -> dict[str, Any]:
     """Return the names that tests get from the answer: none that changes what they compare with, such as `abs`."""
     message = link.read()
     offered = message.get("names")
@@ -153,7 +153,7 @@ def _names(link: Link, entry_point: str | None) -> dict[str, Any]:
     return {name: AnswerObject(link, offered[name]) for name in taken if type(offered[name]) is int}
 
 
-def _passes(link: Link, test: Any, names: dict[str, Any], entry_point: str | None) -> bool:
+def _passes(link: AnswerLink, test: Any, names: dict[str, Any], entry_point: str | None) -> bool:
     """Whether a test ends without an exception, and has asked anything of the answer at all."""
     asked, before = link.asked, set(names)
     try:

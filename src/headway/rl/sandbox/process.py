@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ class SandboxLimits:
     """Open files of a process."""
 
 
-class Box:
+class SandboxProcess:
     """A sandbox with a command in it, from its start to its end; a context manager."""
 
     def __init__(
@@ -95,12 +96,19 @@ class Box:
 
     def end(self) -> int:
         """Wait for the command's end, within its limit of time; return its status, 0, 1 or 124."""
-        assert self.process.stderr is not None
-        problem = self.process.stderr.read()
-        status = self.process.wait()
+        self.process.wait()  # what is on stderr is a sentence: it fits into the pipe
+        self.check()
+        return self.process.returncode
+
+    def check(self) -> None:
+        """Raise EngineError if the sandbox could not be built or was killed from outside: not the code's fault."""
+        status = self.process.poll()
+        if status is not None and status < 0:
+            raise EngineError(f"a sandbox was killed by {signal.Signals(-status).name}")
         if status == NOT_BUILT:
+            assert self.process.stderr is not None
+            problem = self.process.stderr.read()
             raise EngineError(f"code cannot be run in a sandbox here: {problem.decode(errors='replace')}", hint=_HINT)
-        return status
 
     def stop(self) -> None:
         """End the command now, if it still runs, and all that is left of the sandbox."""
@@ -132,10 +140,10 @@ def why_no_sandbox() -> str | None:
         return f"it needs Linux's namespaces, and this is {platform.system()}"
     if platform.machine() not in DENIED:
         return f"there is no list of system calls for {platform.machine()}, only for {' and '.join(DENIED)}"
-    with Box("/box/main.py", {"/box/main.py": "raise SystemExit(0)"}, SandboxLimits(seconds=60)) as box:
-        assert box.process.stderr is not None
-        problem = box.process.stderr.read().decode(errors="replace").strip()
-        status = box.process.wait()
+    with SandboxProcess("/box/main.py", {"/box/main.py": "raise SystemExit(0)"}, SandboxLimits(seconds=60)) as sandbox:
+        assert sandbox.process.stderr is not None
+        problem = sandbox.process.stderr.read().decode(errors="replace").strip()
+        status = sandbox.process.wait()
     if status == 0:
         return None
     return problem.splitlines()[-1] if problem else f"a program that does nothing ended with status {status}"
