@@ -24,7 +24,7 @@ from headway.recipe import Recipe, with_settings
 from headway.state.handshake import KEY_VARIABLE
 from headway.track import RunFolder, command, list_runs, lock_holder, read_plan, read_recipe, run_id, summarize
 from headway.track.access import umask_of
-from headway.track.runs import create_root
+from headway.track.runs import create_private_folder
 from headway.track.suspects import read_suspects
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def submit_run(
         url = need_store(recipe, name or recipe.name)
         _check_key(cluster.nodes + spares)
         check_store(url)  # before anything is created
-    create_root(root)
+    create_private_folder(root)
     started = reach_engine(engine, root)
     # Before the run is created: it takes long the first time.
     pack_code(engine, root.absolute())
