@@ -26,8 +26,8 @@ def constant(_: Answer) -> float:
 
 
 def sometimes(answer: Answer) -> float:
-    """Raises, dies or is no number, by the answer's length."""
-    match answer.tokens % 5:
+    """Raises, dies or is no number, by the answer's characters."""
+    match sum(map(ord, answer.text)) % 5:
         case 0:
             raise ValueError("no score for this one")
         case 1:

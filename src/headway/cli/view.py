@@ -42,6 +42,27 @@ ACCOUNTS = {
 }
 
 
+_NUMBERS = (
+    ("loss", "loss {:.4f}"),
+    ("accuracy", "accuracy {:.0%}"),
+    ("kl", "KL {:.4f}"),
+    ("margin", "margin {:.2f}"),
+    ("grad_norm", "norm {:.2f}"),
+    ("lr", "lr {:.2e}"),
+)
+"""Metrics of a step that are shown, in order, and how."""
+_POLICY_NUMBERS = (
+    ("reward", "reward {:.3f}"),
+    ("pass@", "{key} {:.2f}"),
+    ("length", "length {:.0f}"),
+    ("zero_variance", "zero-variance {:.0%}"),
+    ("mismatch", "mismatch {:.2g}"),
+    ("kl", "KL {:.4f}"),
+    ("grad_norm", "norm {:.2f}"),
+)
+"""Those of a policy, whose loss says little."""
+
+
 @dataclass
 class LiveStatus:
     """State of a run, from the events of its agent and first worker so far."""
@@ -174,18 +195,11 @@ class LiveStatus:
         if self.trouble is not None:
             return "(numbers follow when the folder works again)"
         parts = []
-        for key, form in (
-            ("reward", "reward {:.3f}"),
-            ("loss", "loss {:.4f}"),
-            ("accuracy", "accuracy {:.0%}"),
-            ("kl", "KL {:.4f}"),
-            ("margin", "margin {:.2f}"),
-            ("grad_norm", "norm {:.2f}"),
-            ("lr", "lr {:.2e}"),
-        ):
+        for key, form in _POLICY_NUMBERS if "reward" in self.last else _NUMBERS:
+            key = next((name for name in self.last if name.startswith("pass@")), key) if key == "pass@" else key
             if key in self.last:
                 value = self.last[key]
-                parts.append(f"{key} not finite" if value is None else form.format(value))
+                parts.append(f"{key} not finite" if value is None else form.format(value, key=key))
         if self.evaluated is not None:
             behind = "" if self.eval_step == self.step else f" (step {self.eval_step})"
             parts.append(f"eval {self.evaluated:.4f}{behind}")
