@@ -39,8 +39,11 @@ ACCOUNTS = {
     "compile": "compile",
     "checkpoint": "checkpoint stall",
     "evaluation": "evaluation",
+    "generate": "generation",
+    "score": "scoring",
+    "sync": "weight sync",
+    "idle": "rollout wait",
 }
-
 
 _NUMBERS = (
     ("loss", "loss {:.4f}"),
