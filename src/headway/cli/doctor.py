@@ -13,7 +13,7 @@ import typer
 from headway.cli.doctor_engine import look_at_engine
 from headway.cli.options import Json
 from headway.cli.progress import terminal_bars
-from headway.cli.text import print_json
+from headway.cli.text import columns, print_json
 from headway.errors import UsageError
 from headway.hardware.link_bench import listen, measure
 from headway.hardware.network import HostNetwork, Transport, find_network, main_address, transport
@@ -173,10 +173,10 @@ def _interface_lines(host_network: HostNetwork) -> list[str]:
     for interface in host_network.interfaces:
         speed = f"{interface.gigabits_s:g} Gb/s" if interface.gigabits_s else "unknown speed"
         addresses = ", ".join(interface.addresses[:2]) or "no address"
-        lines.append(f"{interface.name:<12} {'up' if interface.up else 'down':<5}{speed:>16}  {addresses}"[:80])
+        lines.append(f"{interface.name:<12} {'up' if interface.up else 'down':<5}{speed:>16}  {addresses}"[: columns()])
     for card in host_network.rdma:
         state = "up" if card.active else "down"
-        lines.append(f"{card.name:<12} {state:<5}{card.gigabits_s:>11g} Gb/s  {card.kind}"[:80])
+        lines.append(f"{card.name:<12} {state:<5}{card.gigabits_s:>11g} Gb/s  {card.kind}"[: columns()])
     return lines
 
 
@@ -198,8 +198,8 @@ def _listen(address: str, token: str | None) -> None:
 
 
 def _wrapped(pairs: list[tuple[str, str]]) -> list[str]:
-    """Return pairs of statement and reason, wrapped at 80 columns."""
-    return [line for what, why in pairs for line in textwrap.wrap(f"{what}: {why}", 80, subsequent_indent="  ")]
+    """Return pairs of statement and reason, as wide as the terminal."""
+    return [line for what, why in pairs for line in textwrap.wrap(f"{what}: {why}", columns(), subsequent_indent="  ")]
 
 
 @contextmanager

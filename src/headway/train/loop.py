@@ -192,7 +192,7 @@ def record(
     # A bad step is recorded too, for people to see. A later attempt starts before it and rolls it back.
     bad = watch.look(step, loss, norm)
     if bad is not None:
-        raise BadNumbers(bad, first, max(cursor - first, 1))
+        raise BadNumbers(bad, first, max(cursor - first, 1), parts.run)
     return after, StepRequests(wanted.stop or stop > 0, wanted.save or save > 0, full > 0)
 
 

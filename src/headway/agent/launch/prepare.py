@@ -68,6 +68,7 @@ from headway.track import (
     write_plan,
 )
 from headway.track.access import umask_of
+from headway.track.runs import is_set_aside
 
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
 VOCABULARY_MULTIPLE = 64
@@ -172,9 +173,10 @@ def resume_run(
     new = with_settings(old, settings)
     if mesh is not None:
         new = new.model_copy(update={"parallel": mesh})
-    root = run.path.parent
+    root = run.path.parent.parent if is_set_aside(run) else run.path.parent
     reached = summarize(run).step
-    check_resumable(old, new, run.name, reached, lambda words: command(root, "train", words))
+    saved = new.checkpoint.store is not None or bool(list_checkpoints(run.checkpoints))
+    check_resumable(old, new, run.name if saved else None, reached, lambda words: command(root, "train", words))
     new = _same_data(new, run)
     if new.eval != old.eval:
         new = new.model_copy(update={"eval": resolve_tasks(new.eval)})
@@ -250,7 +252,7 @@ def _check_nodes(nodes: int, workers: int) -> None:
 
 
 def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
-    """Check that the recipe's object store can be opened; return a note if it does not answer yet."""
+    """Check that the recipe's object store can be opened, and has its bucket; return a note if it does not answer."""
     rules = recipe.checkpoint.store
     if rules is None:
         return []
@@ -261,7 +263,9 @@ def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
         if ask:
             store.list("headway-probe")
     except StateError as error:
-        return [f"the object store does not answer yet: {error.message}"]
+        if error.usage:
+            raise
+        return [f"nothing can be uploaded yet: {error.message}"]
     return []
 
 

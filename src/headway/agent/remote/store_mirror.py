@@ -255,9 +255,10 @@ def _no_run(url: str, name: str, store: ObjectStore) -> RunError:
     needs another name, since the old one owns the address."""
     steps = [entry.step for entry in list_remote(store)]
     if not steps:
-        return RunError(
-            f"there is no run at {url}", hint="use checkpoint.store.url and the run's name: s3://bucket/RUN", usage=True
-        )
+        bucket = url.partition("://")[2].rstrip("/")
+        around = url.rpartition("/")[0] if "/" in bucket else url
+        hint = f"use checkpoint.store.url and the run's name: {around}/RUN"
+        return RunError(f"there is no run at {url}", hint=hint, usage=True)
     which = f"checkpoint {steps[0]} exists" if len(steps) == 1 else f"checkpoints {steps[0]}-{steps[-1]} exist"
     return RunError(
         f"no run metadata at {url}, but {which}",
