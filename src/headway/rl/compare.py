@@ -153,10 +153,7 @@ def mismatch_of(rollouts: Sequence[Rollout], trainer: Mapping[Answer, Sequence[f
     Tokens that the model did not write are left out.
     """
     places = [
-        (rollout, position)
-        for rollout in rollouts
-        for first, end in rollout.written
-        for position in range(first, end)
+        (rollout, position) for rollout in rollouts for first, end in rollout.written for position in range(first, end)
     ]
     sampled = np.array([rollout.logprobs[position] for rollout, position in places], dtype=np.float64)
     trained = np.array([trainer[r.sample, r.answer][position] for r, position in places], dtype=np.float64)

@@ -213,7 +213,12 @@ def to_lines(rollouts: Iterable[Rollout]) -> str:
 
 def from_lines(text: str) -> list[Rollout]:
     """Return the rollouts of JSON lines."""
-    return [_rollout_of(json.loads(line)) for line in text.splitlines()]
+    return from_rows(map(json.loads, text.splitlines()))
+
+
+def from_rows(rows: Iterable[Mapping[str, Any]]) -> list[Rollout]:
+    """Return the rollouts of parsed JSON lines."""
+    return [_rollout_of(row) for row in rows]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -56,6 +56,8 @@ class ReplayRequest(BaseModel):
     """The first step that learns from the batch."""
     checkpoint: Path | None
     """Of the weights that sampled it; None for those that the run began with."""
+    version: int = 0
+    """Step of those weights."""
     threads: int | None = None
     """Compute threads, as the run had."""
     shares: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -131,7 +133,7 @@ def policy_at(recipe: Recipe, run: RunFolder, checkpoint: Path | None, world: Wo
 def trainer_logprobs(
     recipe: Recipe, run: RunFolder, step: int, spread: ParallelModel, world: World
 ) -> Iterator[dict[str, Any]]:
-    """Yield the trainer's log-probabilities of every answer that a batch's steps learn from, packed as those pack it."""
+    """Yield the trainer's log-probabilities of answers that a batch's steps learn from, packed as those pack them."""
     assert recipe.rl is not None
     batch = RolloutFiles(run).read(step)
     assert batch is not None, "the command line has read it"
@@ -165,7 +167,7 @@ def replay(
     assert recipe.rl is not None
     prompts = open_corpus(recipe).prompt_reader()
     sampler = AnswerSampler(recipe, run, spread, world)
-    sampler.take_weights(request.step - 1)
+    sampler.take_weights(request.version)
     for pairs in request.shares:
         requests = [
             AnswerRequest(prompts.prompt(number), sample, place)
