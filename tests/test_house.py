@@ -40,6 +40,7 @@ VERBS = [
     ["train", "--help"], ["resume", "--help"], ["stop", "--help"], ["runs"],
     ["hardware", "show"],
     ["report", "last"], ["metrics", "last", "--key", "loss"], ["logs", "last"], ["diff", "a", "b"],
+    ["rl", "samples", "last"], ["rl", "mismatch", "last", "--step", "1"], ["rl", "replay", "last", "--step", "1"],
     ["serve", "none"], ["generate", "none", "in.jsonl", "--out", "out.jsonl"],
     ["eval", "none", "--tasks", "none.jsonl"], ["eval", "--compare", "a", "b"],
     ["sample", "--help"], ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"],
