@@ -393,12 +393,12 @@ def test_code_is_scored_beside_other_rewards_and_a_hang_costs_one_answer() -> No
     hang = "import time\ndef f(x): time.sleep(1000)"
     code = {"name": "code", "args": {"seconds": 600}}
     fields = {"tests": ["assert f(2) == 4"], "numbers": [2], "target": 2}
-    codes = ["def f(x): return x * 2", hang, "def f(x): return 2", "while True: pass"]
-    with Scorer(Rl(rewards=[code, "countdown"], reward_timeout_s=5, reward_workers=1)) as scorer:
+    codes = ["def f(x): return x * 2", hang, "def f(x): return 2"]
+    with Scorer(Rl(rewards=[code, "countdown"], reward_timeout_s=15, reward_workers=1)) as scorer:
         scores = scorer.score([answer(text, **fields) for text in codes])
-    assert [score.terms["code"] for score in scores] == [1.0, 0.0, 0.0, 0.0]
-    assert [score.terms["countdown"] for score in scores] == [0.0, 0.0, 1.0, 0.0]
-    assert [score.error is None for score in scores] == [True, False, True, False]
+    assert [score.terms["code"] for score in scores] == [1.0, 0.0, 0.0]
+    assert [score.terms["countdown"] for score in scores] == [0.0, 0.0, 1.0]
+    assert [score.error is None for score in scores] == [True, False, True]
 
 
 def test_the_last_block_or_all_of_the_text_is_the_code() -> None:
