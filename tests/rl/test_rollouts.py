@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.data.loader import MASKED
-from headway.errors import RunError
+from headway.errors import RunError, WorkerError
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
 from headway.rl.groups import advantages_of, chosen, groups_of, metrics_of, shares
@@ -222,7 +222,7 @@ def test_a_failed_reward_counts_as_the_recipe_says(policy: str, rewards: list[fl
 
 
 def test_a_failed_reward_stops_the_run_with_its_reason() -> None:
-    with pytest.raises(RunError, match="ValueError: no"):
+    with pytest.raises(WorkerError, match="ValueError: no"):
         groups_of([rollout(0, 0, error="Traceback\n  in x\nValueError: no")], rl(if_reward_fails="stop"))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from eventually import eventually
 from headway.errors import DataError, EngineError
-from headway.recipe.rl import RewardTerm, Rl
+from headway.recipe.rl import Rl
 from headway.rl.rewards import Answer, load_reward
 from headway.rl.sandbox import SandboxLimits, SandboxProcess, TestCode, check_sandbox, process, run_program, run_tests
 from headway.rl.sandbox.launch import CGROUP_PREFIX, FIRST_UID
@@ -302,7 +302,7 @@ def test_wrong_code_fails_only_what_it_gets_wrong() -> None:
     "code",
     [
         "import os\ndef f(x): os._exit(0)",
-        "import sys\nsys.exit(0)",
+        pytest.param("import sys\nsys.exit(0)", marks=pytest.mark.slow),
         # Values that equal everything, and new meanings for what tests compare with.
         "class Any:\n    __eq__ = __le__ = __lt__ = lambda self, other: True\n    __hash__ = None\n"
         "    def __sub__(self, other): return 0\n    __abs__ = __rsub__ = __sub__\n    __float__ = __sub__\n"
@@ -357,11 +357,13 @@ def test_only_the_entry_point_is_taken_from_the_answer() -> None:
     assert verdicts(code, test, "assert isclose(f(1), 2)", "assert f(1) == 1", entry_point="f") == [True, False, True]
 
 
+@pytest.mark.slow
 def test_rows_whose_tests_cannot_run_are_errors() -> None:
     with pytest.raises(DataError, match="tests cannot be run: test 0 is no Python"):
         verdicts("def f(): pass", "assert f( == 3")
 
 
+@pytest.mark.slow
 def test_tests_that_end_their_process_are_an_error() -> None:
     """Also what a tool of ours that does not start would look like: never a wrong answer."""
     with pytest.raises(DataError, match="tests ended their process"):
@@ -389,16 +391,14 @@ def test_programs_are_judged_by_what_they_write() -> None:
 @pytest.mark.slow
 def test_code_is_scored_beside_other_rewards_and_a_hang_costs_one_answer() -> None:
     hang = "import time\ndef f(x): time.sleep(1000)"
-    rl = Rl(rewards=["code", "countdown"], reward_timeout_s=5, reward_workers=1)
+    code = {"name": "code", "args": {"seconds": 600}}
     fields = {"tests": ["assert f(2) == 4"], "numbers": [2], "target": 2}
-    codes = ["def f(x): return x * 2", hang, "def f(x): return 2", "while True: pass"]
-    with Scorer(
-        rl.model_copy(update={"rewards": (RewardTerm(name="code", args={"seconds": 600}), rl.rewards[1])})
-    ) as scorer:
-        scores = scorer.score([answer(code, **fields) for code in codes])
-    assert [score.terms["code"] for score in scores] == [1.0, 0.0, 0.0, 0.0]
-    assert [score.terms["countdown"] for score in scores] == [0.0, 0.0, 1.0, 0.0]
-    assert [score.error is None for score in scores] == [True, False, True, False]
+    codes = ["def f(x): return x * 2", hang, "def f(x): return 2"]
+    with Scorer(Rl(rewards=[code, "countdown"], reward_timeout_s=15, reward_workers=1)) as scorer:
+        scores = scorer.score([answer(text, **fields) for text in codes])
+    assert [score.terms["code"] for score in scores] == [1.0, 0.0, 0.0]
+    assert [score.terms["countdown"] for score in scores] == [0.0, 0.0, 1.0]
+    assert [score.error is None for score in scores] == [True, False, True]
 
 
 def test_the_last_block_or_all_of_the_text_is_the_code() -> None:

@@ -26,7 +26,7 @@ DECADES = (0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, inf)
 
 
 @dataclass(frozen=True)
-class Divergence:
+class RolloutDivergence:
     """Where a replayed batch first differs from the stored one."""
 
     sample: int
@@ -49,7 +49,7 @@ class Replay:
     """Answers of which everything is equal."""
     tokens: int
     """In the stored answers."""
-    first: Divergence | None
+    first: RolloutDivergence | None
     """By sample, then by answer, then by token; None if all is equal."""
 
     @property
@@ -72,26 +72,26 @@ def compare_rollouts(stored: Sequence[Rollout], replayed: Sequence[Rollout]) -> 
     )
 
 
-def divergence_of(key: Answer, stored: Rollout | None, replayed: Rollout | None) -> Divergence | None:
+def divergence_of(key: Answer, stored: Rollout | None, replayed: Rollout | None) -> RolloutDivergence | None:
     """Return where two answers first differ; None if they are equal."""
     if stored is None or replayed is None:
-        return Divergence(*key, "answer", None, stored is not None, replayed is not None)
+        return RolloutDivergence(*key, "answer", None, stored is not None, replayed is not None)
     if stored.prompt_ids != replayed.prompt_ids:
         position = first_difference(stored.prompt_ids, replayed.prompt_ids)
-        return Divergence(*key, "prompt", position, stored.prompt, replayed.prompt)
+        return RolloutDivergence(*key, "prompt", position, stored.prompt, replayed.prompt)
     token = first_difference(stored.token_ids, replayed.token_ids)
     logprob = first_difference([*map(bits, stored.logprobs)], [*map(bits, replayed.logprobs)])
     shorter = min(len(stored.token_ids), len(replayed.token_ids))
     if logprob is not None and logprob < shorter and (token is None or logprob < token):
-        return Divergence(*key, "log-probability", logprob, stored.logprobs[logprob], replayed.logprobs[logprob])
+        return RolloutDivergence(*key, "log-probability", logprob, stored.logprobs[logprob], replayed.logprobs[logprob])
     if token is not None and token < shorter:
-        return Divergence(*key, "token", token, stored.token_ids[token], replayed.token_ids[token])
+        return RolloutDivergence(*key, "token", token, stored.token_ids[token], replayed.token_ids[token])
     if token is not None:
-        return Divergence(*key, "length", token, len(stored.token_ids), len(replayed.token_ids))
+        return RolloutDivergence(*key, "length", token, len(stored.token_ids), len(replayed.token_ids))
     if stored.finish != replayed.finish:
-        return Divergence(*key, "finish", None, stored.finish, replayed.finish)
+        return RolloutDivergence(*key, "finish", None, stored.finish, replayed.finish)
     if stored.text != replayed.text:
-        return Divergence(*key, "text", None, stored.text, replayed.text)
+        return RolloutDivergence(*key, "text", None, stored.text, replayed.text)
     return None
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from headway.errors import WorkerError
 from headway.recipe.rl import Rl
@@ -226,18 +226,3 @@ class Scorer:
 def combine(rl: Rl, terms: Mapping[str, float], error: str | None = None) -> AnswerScore:
     """Return the score of an answer: the weighted sum of its terms."""
     return AnswerScore(math.fsum(term.weight * terms[term.name] for term in rl.rewards), terms, error)
-
-
-def after_failure(
-    score: AnswerScore, policy: Literal["zero", "leave-out", "stop"], answer_name: str
-) -> AnswerScore | None:
-    """Return what `rl.if_reward_fails` makes of a score: the score, None to leave it out, or raise WorkerError."""
-    if score.error is None or policy == "zero":
-        return score
-    if policy == "leave-out":
-        return None
-    last = score.error.strip().splitlines()[-1]
-    raise WorkerError(
-        f"the reward of {answer_name} failed: {last}",
-        hint='rl.if_reward_fails = "zero" or "leave-out" continues without it',
-    )

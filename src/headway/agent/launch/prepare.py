@@ -94,6 +94,10 @@ def new_run(
     store_notes = check_store(recipe)
     if isinstance(recipe.objective, CustomObjective) and on is None:  # other machines may have other packages
         check_class(recipe.objective.class_, "objective.class")
+    if recipe.rl is not None and on is None:
+        from headway.rl.rewards.check import check_rewards  # its imports take as long as the rest of a start
+
+        check_rewards(recipe.rl.rewards)
     recipe = resolve_recipe(recipe, root)
     available = on or devices(recipe.train.device)
     branch = branch_point(root, origin) if origin else None
