@@ -47,6 +47,16 @@ def test_programs_get_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert found["network"]["transport"]["name"] in ("InfiniBand", "RoCE", "EFA", "TCP", "none")
 
 
+def test_sandbox_is_reported_with_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headway.cli.doctor.why_no_sandbox", lambda: "the kernel allows no user namespaces")
+    status, out, _ = run(monkeypatch, capsys, "--sandbox")
+    assert (status, out) == (0, "sandbox: cannot be built: the kernel allows no user namespaces\n")
+    _, out, _ = run(monkeypatch, capsys, "--sandbox", "--json")
+    assert json.loads(out)["sandbox"] == {"works": False, "why": "the kernel allows no user namespaces"}
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -12,13 +12,17 @@ from typer.testing import CliRunner
 from headway.agent.supervise.stack_dumps import Frame, WorkerStack
 from headway.cli.checkpoint_view import list_lines
 from headway.cli.diff import diff
+from headway.cli.doctor_engine import advice_lines
+from headway.cli.hardware import show_command
 from headway.cli.jobs import _table
+from headway.cli.kernels import _lines
 from headway.cli.plan import plan
 from headway.cli.report import report
 from headway.cli.runs import runs
 from headway.cli.stacks import _worker
 from headway.cli.text import next_line, shortened, wrap_lines
 from headway.cluster.engines.engine import JobStatus, LaunchRequest, State
+from headway.cluster.engines.slurm.site_advice import Advice
 from headway.cluster.engines.submissions import Submission
 from headway.cluster.submit.runs import SubmittedRun
 from headway.recipe.shipped import shipped_folder
@@ -140,7 +144,7 @@ def test_views_of_a_run_fit_the_terminal(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_plans_stacks_and_checkpoints_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_plans_stacks_and_checkpoints_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     app = typer.Typer()
     app.command()(plan)
@@ -152,6 +156,13 @@ def test_plans_stacks_and_checkpoints_fit_the_terminal(monkeypatch: pytest.Monke
     frame = Frame("a_function_with_a_name_of_its_own", "/site-packages/torch/nn/modules/" * 4 + "linear.py", 1234)
     stack = WorkerStack(0, 4711, "S", waits="a_wait_channel", cpu_s=1.0, frames=(frame,), missing=("because " * 30,))
     assert max(map(len, _worker(stack, []))) <= width
+    advice = [Advice("AccountingStorageType", "accounting_storage/none", good, "words " * 30) for good in (True, False)]
+    assert max(map(len, advice_lines(advice))) <= width
+    operation = {"operation": "attention", "case": "documents or windows", "kernel": "pytorch", "why": "words " * 30}
+    assert max(map(len, _lines([operation]))) <= width
+    capsys.readouterr()
+    show_command("h100")
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= width
     row = {"step": 200, "tier": "memory", "bytes": 12_620_000, "workers": 8, "saved": 0.0, "digest": "4e8d1cbbe1bcbdfb"}
     lines = list(list_lines([row]))
     assert max(map(len, lines)) <= width

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from headway.cli.main import app
 from headway.cli.model_process import adapters_of
-from headway.cli.serve import ending_line
+from headway.cli.serve import ending_line, start_lines
 from headway.errors import UsageError
 
 
@@ -23,6 +23,17 @@ from headway.errors import UsageError
 )
 def test_the_end_is_said_in_one_line(message: dict[str, int], line: str) -> None:
     assert ending_line(message) == line
+
+
+def test_the_start_fits_80_columns() -> None:
+    lines = start_lines({
+        "listening": "http://127.0.0.1:18000/v1", "model": "demo-18443@200", "parameters": 1_042_000,
+        "dtype": "float32", "device": "cpu", "cached": True, "cache_tokens": 32_768, "chat": False,
+        "adapters": ["docs", "newest"],
+    })  # fmt: skip
+    assert lines[0] == "demo-18443@200  1.0M parameters, float32 on cpu, KV cache of 32,768 tokens"
+    assert lines[1:3] == ["adapters: docs, newest", "no chat template: completions only"]
+    assert all(len(line) <= 80 for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,8 @@ def test_spares_are_requested_and_passed_to_agents(desk, tmp_path: Path) -> None
         (["--on", "cpux1", "--spares", "1"], "asks for 2 machines; this machine has 1"),
         (["--on", "cpux1x2"], "asks for 2 machines; this machine has 1"),
         (["--on", "h100x8"], "asks for 8 GPUs"),
+        (["--on", "h100x3"], "or 2 GPUs in --on"),  # submit takes no --workers
+        (["--on", "cpux1x3"], "or 2 or 4 machines in --on"),
         (["--on", "cpux1", "--engine", "slrm"], "did you mean slurm"),
         (["--on", "cpux1", "--set", "train.device=cuda"], "train.device is cuda"),
         (["--on", "nothing"], "nothing"),

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -91,6 +92,9 @@ def test_a_sweep_from_its_start_to_its_table(desk: Desk) -> None:
     assert again.splitlines()[1].startswith("* ")
     assert max(map(len, again.splitlines())) <= 80
     assert desk.type("sweep")[1].splitlines()[1].split()[:3] == ["s", "2", "local"]
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in desk.folder.glob("runs/**/*")}
+    assert desk.runs / ".sweeps/s/sweep.json" in modes
+    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}, "only the user may read a sweep"
     taken = desk.type("sweep", "r.toml", "--grid", "train.lr=1e-2,3e-2", "--name", "s")
     assert (taken[0], "sweep s already exists with other settings" in taken[2]) == (2, True)
     status, _, err = desk.type("requeue", "s")

@@ -121,6 +121,9 @@ def test_run_that_fails_before_its_first_step_frees_its_name_and_can_be_read_and
     assert "injected" in desk.say("logs", "k", "--rank", "0")[0]
     assert "k  failed, step 0" in desk.say("report", ".failed/k")[0]
     assert "1 run failed before the first step: headway runs --runs" in " ".join(desk.say("runs")[0].split())
+    _, err = desk.say("resume", "k", "--set", "train.lr=1e-3", status=2)
+    assert "this run has saved nothing: headway train RECIPE --set train.lr=0.001" in " ".join(err.split())
+    assert ".failed" not in err, "a command to start a run in that folder"
     assert desk.say("resume", "k")[0].startswith("k: finished at step 8")
     assert desk.run("k").path.exists()
     # After its first step a run keeps its name, however it ends.

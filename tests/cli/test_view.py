@@ -109,6 +109,17 @@ def test_diverging_loss_is_noticed_once(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.count("note: the loss diverges: about 548 up to step") == 1
 
 
+def test_plain_lines_do_not_repeat_how_far_a_reference_is(capsys: pytest.CaptureFixture[str]) -> None:
+    source = Source()
+    lines = PlainLines(LiveStatus(), source, "title")
+    for done in (8, 16, 16):
+        source.events = [{"kind": "reference", "t": 0, "of": "reference", "done": done, "total": 16}]
+        lines.tick(0)
+        lines.line()
+    said = [line for line in capsys.readouterr().err.splitlines() if "computed once" in line]
+    assert said == [f"reference log-probabilities, computed once: {done} of 16 rows" for done in (8, 16)]
+
+
 def test_plain_lines_come_when_there_is_something_new(capsys: pytest.CaptureFixture[str]) -> None:
     source = Source()
     lines = PlainLines(LiveStatus(), source, "title")

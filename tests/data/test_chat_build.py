@@ -93,6 +93,7 @@ def test_formats_of_rows(tmp_path, model, row, texts):
         ({"messages": 3}, "messages is a number, not a list of messages"),
         ({"messages": []}, "no messages"),
         ({"messages": [USER, ANSWER], "tools": "x"}, "tools is a string, but not JSON"),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has 'tools'"),
         ({"messages": [{"role": "user"}, ANSWER]}, "message 1 has no content"),
         (
             {"messages": [USER, {"role": "asistant", "content": "a"}, ANSWER]},
@@ -268,6 +269,7 @@ def test_command_builds_and_shows(tmp_path, model):
         (["--chat", "{model}", "--template", "none.jinja"], "cannot read the chat template"),
         (["--chat", "{model}", "--template-arguments", "[1]"], "not a JSON object"),
         (["--chat", "{model}", "--template-arguments", "x"], "not JSON"),
+        (["--chat", "{model}", "--template-arguments", '{"messages": []}'], "'messages' is no template argument"),
         (["--chat", "{model}", "--tokenizer", "{model}"], "--tokenizer is for text"),
         (["--chat", "{model}", "--engine", "ray"], "--engine ray is for text"),
         (["--template", "t.jinja"], "--template is for chats"),

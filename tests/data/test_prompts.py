@@ -203,6 +203,12 @@ def test_refused_rows_end_the_build_or_are_counted(tmp_path, model):
         build(tmp_path, model, rows[1:3], errors="skip")
 
 
+def test_a_number_that_python_does_not_read_is_named(tmp_path, model):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "n": ' + "9" * 5000 + "}")
+    with pytest.raises(DataError, match="line 1: a number with too many digits"):
+        build_chat_dataset(tmp_path / "out", [tmp_path / "a.jsonl"], ChatOptions(model, prompts=True))
+
+
 def test_repeated_prompts_are_kept_and_noted(tmp_path, model):
     built, notes = build(tmp_path, model, [{"prompt": "a", "x": 1}, {"prompt": "b"}, {"prompt": "a", "x": 2}])
     assert built.manifest.documents == 3
@@ -453,7 +459,7 @@ def test_commands_build_show_and_verify(tmp_path, model):
     built = invoke("build", tmp_path / "out", file, "--chat", model, "--prompts")
     assert built.exit_code == 0, built.output
     assert "kind       prompts for reinforcement learning" in built.output
-    assert "--set objective.kind=grpo --set 'rl.rewards=[\"math\"]' --set data.path=" in built.output
+    assert "--set objective.kind=grpo --set data.path=" in built.output
     assert not json.loads(invoke("build", tmp_path / "out", file, "--chat", model, "--prompts", "--json").stdout)[
         "changed"
     ]

@@ -1,7 +1,9 @@
 """`headway generate`: answers of a file of prompts, resumed after an interruption."""
 
+import fcntl
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,41 @@ def test_another_model_s_answers_are_not_taken_over_and_more_prompts_are_added(
         run_batch(more)
     with pytest.raises(DataError, match="answers of another model"):
         run_batch(more.model_copy(update={"folder": tmp_path}))
+
+
+def test_a_file_that_another_process_writes_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    """For example one whose command was killed and that has not noticed yet."""
+    with (tmp_path / "out.jsonl").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"another headway generate writes to .*out\.jsonl"):
+            run_batch(request(tmp_path, LINES))
+    run_batch(request(tmp_path, LINES))
+    assert len(answers(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "in.jsonl is empty"), ('{"prompt": "x"}\n\n', "in.jsonl:2: the line is empty")]
+)
+def test_empty_inputs_are_named_and_leave_no_file(loaded: LoadedModel, tmp_path: Path, text: str, message: str) -> None:
+    asked = request(tmp_path, [])
+    asked.inputs.write_text(text)
+    with pytest.raises(DataError, match=message):
+        run_batch(asked)
+    assert not asked.output.exists()
+
+
+def test_answers_to_token_ids_have_token_ids_also_without_a_tokenizer(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"prompt": [5, 6]}]
+    (expected,) = LLM(loaded).generate([[5, 6]], SamplingParams(max_tokens=8, seed=3))
+    monkeypatch.setattr(BatchRequest, "load", lambda _: replace(loaded, tokenizer=None))
+    run_batch(request(tmp_path, lines))
+    (answer,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert answer["outputs"][0]["token_ids"] == expected.outputs[0].token_ids
+    (tmp_path / "out.jsonl").unlink()
+    with pytest.raises(DataError, match=r"in\.jsonl:2: tiny has no tokenizer"):
+        run_batch(request(tmp_path, [*lines, {"prompt": "x"}]))
 
 
 def test_a_default_length_is_cut_to_the_context(loaded: LoadedModel, tmp_path: Path) -> None:

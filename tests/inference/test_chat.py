@@ -1,11 +1,15 @@
 """Chat templates: those of `transformers` give the same text, and hostile ones are contained."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from served_model import TEMPLATE, load
+from test_adapters import ADAPTERS, adapted, merged
 
 from headway.data import chat_template
 from headway.errors import ModelError, RequestError
-from headway.inference import LoadedModel
+from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams
 from headway.inference.chat import render_chat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -77,3 +81,21 @@ def test_a_template_that_is_wrong_or_absent_is_said() -> None:
         render_chat(loaded("{% if %}"), MESSAGES)
     with pytest.raises(RequestError, match="m has no chat template"):
         render_chat(loaded(None), MESSAGES)
+
+
+def test_conversations_that_python_cannot_answer_are_refused() -> None:
+    """By `LLM.chat`: an empty list, a model without tokenizer."""
+    options = EngineOptions(cache_tokens=500)
+    with pytest.raises(RequestError, match="messages is empty"):
+        LLM(load(), options=options).chat([])
+    with pytest.raises(RequestError, match="tiny has no tokenizer"):
+        LLM(replace(load(), tokenizer=None), options=options).chat(MESSAGES)
+
+
+def test_an_adapter_answers_a_conversation() -> None:
+    params, options = SamplingParams(max_tokens=6, temperature=0), EngineOptions(cache_tokens=500)
+    name = next(iter(ADAPTERS))
+    with_template = replace(adapted(), chat_template=TEMPLATE)
+    (answer,) = LLM(with_template, options=options).chat(MESSAGES, params, adapter=name)
+    (expected,) = LLM(replace(merged(name), chat_template=TEMPLATE), options=options).chat(MESSAGES, params)
+    assert answer.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -68,6 +68,18 @@ def test_a_certain_token_has_no_entropy_and_finite_gradients():
     assert gradient.tolist() == [[0.0]]
 
 
+def test_in_exact_mode_entropies_change_no_bit_of_log_probabilities(inputs):
+    """The ratio to the sampler's is exactly 1, also where the recipe weighs the entropy."""
+    x, weight, labels, _ = inputs
+    loss = Loss()
+    loss.exact = True
+    scores = loss.logprobs_and_entropy(x[None], weight, labels[None], 0.7)
+    assert torch.equal(scores[..., 0], loss.logprobs(x[None], weight, labels[None], 0.7))
+    (gradient,) = torch.autograd.grad(scores.sum(), weight)
+    plain = logprobs_and_entropy(x, weight, labels, 0.7, None, 23)
+    torch.testing.assert_close(gradient, torch.autograd.grad(plain.sum(), weight)[0])
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_triton_and_plain_pytorch_give_the_same_scores(inputs, temperature, monkeypatch):
     """At another temperature than 1, the plain path runs wherever the model is."""

@@ -14,7 +14,7 @@ from headway.parallel import finish_gradients, make_mesh, parallelize_model
 from headway.parallel.objective import DeviceBatch, SumScale, TeacherTargets
 from headway.recipe import Model, Recipe
 from headway.recipe.load import parse_recipe
-from headway.recipe.objective import Distill, Dpo, Reward
+from headway.recipe.objective import Distill, Dpo, Kto, Orpo, Reward, Sft, SimPo
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
 from headway.state.tensors import ModelShare, fill
@@ -79,6 +79,16 @@ def plain(recipe: Recipe) -> dict[str, torch.Tensor]:
     return results | {"loss": loss.detach(), "accuracy": accuracy, "scores": sums.where(present, 0.0).detach()}
 
 
+def gradients_of(spread: Any) -> dict[str, torch.Tensor]:
+    """Return whole gradients by name, after a pass."""
+    parameters = dict(spread.model.named_parameters())
+    finish_gradients(parameters, spread.missing)
+    return {
+        name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
+        for name, parameter in parameters.items()
+    }
+
+
 def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
     objective = make_objective(OBJECTIVE)
@@ -92,12 +102,7 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
         scores = spread.document_logprobs(batch)
         spread.rest()
     values = spread.passes(batch, SumScale((1 / PAIRS,) * len(objective.names), 1.0))
-    parameters = dict(spread.model.named_parameters())
-    finish_gradients(parameters, spread.missing)
-    results = {}
-    for name, parameter in parameters.items():
-        gradient = parameter.grad
-        results[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+    results = gradients_of(spread)
     if world.axis("tensor").rank:
         values = torch.zeros_like(values)
     values = world.sum(values)
@@ -157,15 +162,65 @@ def distillation(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Ten
     batch = rows().rows(each * world.data.rank, each * (world.data.rank + 1))
     batch = replace(batch, columns={})
     values = student.passes(batch, SumScale((1 / LABELS,) * len(objective.names), 1.0))
-    parameters = dict(student.model.named_parameters())
-    finish_gradients(parameters, student.missing)
-    results = {}
-    for name, parameter in parameters.items():
-        gradient = parameter.grad
-        results[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+    results = gradients_of(student)
     if world.axis("tensor").rank:
         values = torch.zeros_like(values)
     return results | {"loss": world.sum(values)[0]}
+
+
+OTHERS = {
+    "sft": Sft(kind="sft"),
+    "orpo": Orpo(kind="orpo", beta=0.4),
+    "simpo": SimPo(kind="simpo", margin=0.7),
+    "kto": Kto(kind="kto", beta=0.3, undesirable_weight=1.5),
+    "ipo": Dpo(kind="dpo", loss="ipo", beta=0.3),
+}
+"""Their formulas are those of the papers on one process (tests/train/test_objectives.py)."""
+
+
+def weighted_rows() -> DeviceBatch:
+    """The rows with unequal weights of pairs, and labels of answers."""
+    batch = rows()
+    weight = batch.columns["weight"] * torch.tensor([0.5, 0.5, 2.0, 2.0])
+    desirable = torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])
+    return replace(batch, columns={**batch.columns, "weight": weight, "desirable": desirable})
+
+
+def scale_of(objective: Any) -> SumScale:
+    batch = weighted_rows()
+    columns = {name: column.numpy() for name, column in batch.columns.items()}
+    labels, documents = batch.labels.numpy(), batch.documents.numpy()
+    host = Batch(batch.inputs.numpy(), labels, int((labels != -100).sum()), documents, columns)
+    return SumScale(tuple(1 / count for count in objective.counts(host)), 1.0)
+
+
+def plain_objective(recipe: Recipe, kind: str) -> dict[str, torch.Tensor]:
+    """The sums and gradients of all rows at once, from the logits of a plain model in float64."""
+    objective, batch = make_objective(OTHERS[kind], weighted=True), weighted_rows()
+    model = empty_decoder(recipe.model).double()
+    init_weights(model, seed=0)
+    scores = model(batch.inputs, documents=batch.documents).log_softmax(-1)
+    logprobs = scores.gather(2, batch.labels.clamp(min=0).unsqueeze(2)).squeeze(2).where(batch.labels != -100, 0.0)
+    values = scale_of(objective).of(objective.measure(logprobs, batch))
+    values[: objective.terms].sum().backward()
+    gradients = {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+    return gradients | {f"value {i}": value.detach().float() for i, value in enumerate(values)}
+
+
+def objective_on_mesh(rank: int, workers: int, recipe: Recipe, kind: str) -> dict[str, torch.Tensor]:
+    """The same on a mesh, a row per microbatch."""
+    world = make_mesh(rank, workers, torch.device("cpu"), recipe.parallel.sizes(workers))
+    objective = make_objective(OTHERS[kind], weighted=True)
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world, objective=objective)
+    for name, parameter in spread.model.named_parameters():
+        fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
+    each = ROWS // world.data.size
+    batch = weighted_rows().rows(each * world.data.rank, each * (world.data.rank + 1))
+    values = spread.passes(batch, scale_of(objective))
+    results = gradients_of(spread)
+    if world.axis("tensor").rank:
+        values = torch.zeros_like(values)
+    return results | {f"value {i}": value for i, value in enumerate(world.sum(values))}
 
 
 REWARD = Reward(kind="reward", center=0.05)
@@ -208,12 +263,7 @@ def rewarded(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]
     batch = rows().rows(each * world.data.rank, each * (world.data.rank + 1))
     batch = replace(batch, columns={"weight": batch.columns["weight"]})
     values = spread.passes(batch, SumScale((1 / PAIRS,) * len(objective.names), 1.0))
-    parameters = dict(spread.model.named_parameters())
-    finish_gradients(parameters, spread.missing)
-    results = {}
-    for name, parameter in parameters.items():
-        gradient = parameter.grad
-        results[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+    results = gradients_of(spread)
     if world.axis("tensor").rank:
         values = torch.zeros_like(values)
     # a worker may have no element of the head, and still save how many updates it had
@@ -344,6 +394,9 @@ def stories(rank: int, workers: int, recipes: dict[str, Recipe]) -> dict[str, to
         results |= {f"reward {name}|{key}": value for key, value in rewarded(rank, workers, recipe).items()}
         for kind in POLICIES:
             results |= {f"{kind} {name}|{key}": value for key, value in policy(rank, workers, recipe, kind).items()}
+        for kind in OTHERS:
+            found = objective_on_mesh(rank, workers, recipe, kind)
+            results |= {f"{kind} {name}|{key}": value for key, value in found.items()}
     return results
 
 
@@ -376,6 +429,7 @@ def test_sums_gradients_and_scores_equal_plain_pytorch(mesh: str, ranks) -> None
 STEPS = [
     ("distill", plain_distillation),
     ("reward", plain_reward),
+    *((kind, partial(plain_objective, kind=kind)) for kind in OTHERS),
     *((kind, partial(plain_policy, kind=kind)) for kind in POLICIES),
 ]
 

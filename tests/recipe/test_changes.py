@@ -57,6 +57,13 @@ def test_refused_change_is_answered_with_a_command_that_is_not_refused(setting: 
     assert command in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize("setting", ["train.lr=1e-05", "data.seq=32", "train.optimizer=muon"])
+def test_no_fork_of_a_run_that_has_saved_nothing_is_suggested(setting: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_resumable(BASE, with_settings(BASE, [setting]), None)
+    assert f"headway train RECIPE --set {setting} starts a new one" in (caught.value.hint or "")
+
+
 def test_changeable_keys_exist() -> None:
     # A store that is left out is one value; one that is there has keys of its own.
     assert set(CHANGEABLE) - {"checkpoint.store"} <= {key for key, _ in _fields(Recipe)}

@@ -250,6 +250,7 @@ def test_permanent_errors_are_not_retried(bucket, proxy, monkeypatch):
         with pytest.raises(StateError, match=r"the store answered 403( \(AccessDenied\))?$") as error:
             attempt()
         assert "credentials" in error.value.hint
+        assert not error.value.usage
         assert not any(secret in error.value.message for secret in s3.SECRETS)
     assert len(proxy.seen) == 3
     proxy.calm()
@@ -258,6 +259,7 @@ def test_permanent_errors_are_not_retried(bucket, proxy, monkeypatch):
         with pytest.raises(StateError, match=r"the store answered 404 \(NoSuchBucket\)") as error:
             attempt()
         assert "bucket" in error.value.hint
+        assert error.value.usage, "the url must change"
     assert len(proxy.seen) == 3
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(StateError, match="k could not be written"):

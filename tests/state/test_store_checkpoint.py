@@ -148,8 +148,9 @@ def test_only_complete_checkpoints_are_listed(store, make):
         (100_000_000, "step-100000000.json"),
     ]
     assert {entry.bytes for entry in entries} == {sum(len(view) for _, view in make(1).shards[:2])}
-    with pytest.raises(StateError, match=re.escape(f"{store.url} has no checkpoint of step 4")):
+    with pytest.raises(StateError, match=re.escape(f"{store.url} has no checkpoint of step 4")) as missing:
         open_checkpoint(StoreCheckpoint(store, 4))
+    assert missing.value.hint == f"headway checkpoint ls {store.url} lists all checkpoints"
 
 
 def test_frozen_files_are_uploaded_once_and_kept_while_needed(store, make, proxy):

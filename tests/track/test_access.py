@@ -12,7 +12,7 @@ from headway.cluster.engines.engine import LaunchRequest
 from headway.cluster.engines.submissions import Submission, note_submission
 from headway.errors import UsageError
 from headway.track.access import adopt_umask, new_run_mode, umask_of
-from headway.track.runs import create_run
+from headway.track.runs import create_run, set_aside
 
 
 def modes(folder: Path) -> dict[str, str]:
@@ -70,6 +70,8 @@ def test_folder_of_runs_is_as_private_as_they_are_if_it_is_new(
     request = LaunchRequest("r", ("true",), runs[0].path)
     note_submission(runs[0].path, Submission("local", "1", "cpux1", request))
     assert stat.S_IMODE((runs[0].path / "jobs.jsonl").stat().st_mode) & ~int(mode, 8) == 0
+    set_aside(runs[0])
+    assert oct(stat.S_IMODE((old / ".failed").stat().st_mode)) == folder, "beside runs of other users, perhaps"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from headway.recipe.assignment import SpikeReference
 from headway.recipe.schema import Health
+from headway.track import RunFolder, runs_root
 from headway.train.numerics import BadNumbers, BadStep, NumericsMonitor
 
 
@@ -156,13 +157,14 @@ def test_any_rise_of_a_constant_zero_loss_is_a_spike() -> None:
 
 
 def test_recorded_error_fields() -> None:
-    spike = BadNumbers(BadStep("spike", 12, 9.0, usual=3.0, spread=0.5), cursor=88, batch=8)
+    run = RunFolder(runs_root() / "r")
+    spike = BadNumbers(BadStep("spike", 12, 9.0, usual=3.0, spread=0.5), cursor=88, batch=8, run=run)
     assert spike.message == "the loss of step 12 is 9, far above the usual 3 (z = 12)"
     assert spike.facts == {
         "trouble": "spike", "step": 12, "value": 9.0, "usual": 3.0, "spread": 0.5, "window": (88, 96)
     }  # fmt: skip
     assert (spike.kind, spike.step, spike.cursor) == ("spike", 12, 88)
-    assert "health.if_spike" in (spike.hint or "")
-    nan = BadNumbers(BadStep("not finite", 7, math.nan, "gradient norm"), cursor=0, batch=8)
+    assert (spike.hint or "").startswith("headway resume r --set health.if_spike=skip skips its samples")
+    nan = BadNumbers(BadStep("not finite", 7, math.nan, "gradient norm"), cursor=0, batch=8, run=run)
     assert nan.message == "the gradient norm of step 7 is nan"
-    assert "health.if_not_finite" in (nan.hint or "")
+    assert (nan.hint or "").startswith("headway resume r --set health.if_not_finite=skip skips its samples")

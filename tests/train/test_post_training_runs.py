@@ -1,6 +1,7 @@
 """Whole runs of post-training: they learn, and one that is killed ends with the bits of one that was left alone."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from chat_models import CHATML, byte_tokenizer, write_model_folder
 from headway.data.chat_build import ChatOptions, build_chat_dataset
 from headway.models import empty_decoder, init_weights, write_folder
 from headway.recipe import FaultPlan, Lora, Model, Recipe
+from headway.recipe.faults import Point
 from headway.track import compare_runs
 
+STEPS = 12
 WORDS = ["red", "green", "blue", "grey", "pink", "brown"]
 
 
@@ -63,12 +66,43 @@ def make_recipe(tmp_path, base):
             "model": model.model_dump(),
             "objective": {"kind": kind, **objective},
             "data": {"path": str(tmp_path / kind), "seq": 96, "holdout": 0.1},
-            "train": {"steps": 12, "batch": 4, "lr": 1e-2, "schedule": "constant", "warmup_steps": 0, "device": "cpu"},
+            "train": {
+                "steps": STEPS, "batch": 4, "lr": 1e-2, "schedule": "constant", "warmup_steps": 0, "device": "cpu",
+            },
             "eval": {"every_steps": 6},
             "checkpoint": {"every_steps": 4},
         })  # fmt: skip
 
     return make
+
+
+def random_kills(seed: str, workers: int = 2) -> FaultPlan:
+    """Return two SIGKILLs at steps, points and workers that the seed draws; the second hits the restarted run."""
+    draw, plan = random.Random(seed), FaultPlan()
+    points: list[Point] = ["start", "data", "compute", "collective", "optimizer"]
+    for attempt, step in enumerate(sorted(draw.sample(range(2, STEPS + 1), 2)), start=1):
+        plan = plan.kill(step, rank=draw.randrange(workers), point=draw.choice(points), attempt=attempt)
+    return plan
+
+
+def assert_survives(lab: Any, recipe: Recipe, alone: Any, faults: FaultPlan, workers: int) -> None:
+    """The killed run had all its faults, and ends with the same bits."""
+    killed = lab.train(recipe, workers=workers, faults=faults)
+    assert killed.outcome.state == "finished", killed.outcome
+    assert len(killed.ways_on) == len(faults.faults), killed.ways_on
+    assert compare_runs(killed.run, alone.run).equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["a", "b", "c"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "lora"])
+def test_runs_killed_at_random_steps_end_with_the_same_bits(kind: str, seed: str, lab, make_recipe) -> None:
+    recipe = make_recipe("sft" if kind == "lora" else kind)
+    values = recipe.model_dump() | {"lora": Lora(rank=4, alpha=8).model_dump() if kind == "lora" else None}
+    recipe = Recipe.model_validate(values)
+    alone = lab.train(recipe, workers=2)
+    assert alone.outcome.state == "finished", alone.outcome
+    assert_survives(lab, recipe, alone, random_kills(f"{kind} {seed}"), workers=2)
 
 
 @pytest.mark.slow

@@ -201,6 +201,8 @@ def _leader_of(run: str | None, runs: Path | None) -> tuple[str, tuple[str, int]
         folder = live[0]
     else:
         folder = find_run(runs_root(runs), run)
+    if (state := summarize(folder).state) in ("finished", "failed", "stopped"):
+        raise RunError(f"run {folder.name} is not running: it has {state}", hint="headway ps lists active runs")
     lease = newest_lease(folder.leases)
     if lease is None or not lease.port:
         hint = "headway stop RUN saves and stops it; --join HOST:PORT on a machine without the run's folder"

@@ -79,7 +79,7 @@ def print_chat_sample(sample: dict[str, Any]) -> None:
         console.print(Text(facts, style="dim"))
         before = None
         for span in document["spans"]:
-            for position, line in enumerate(_lines(span["text"], columns() - _LABEL)):
+            for position, line in enumerate(visible_lines(span["text"], columns() - _LABEL)):
                 name = span["role"] if position == 0 and span["role"] != before else ""
                 mark, style = ("+", "green") if span["trained"] else (" ", "dim")
                 console.print(Text.assemble((f"{name:>9} ", "bold"), mark, (line, style)))
@@ -88,7 +88,7 @@ def print_chat_sample(sample: dict[str, Any]) -> None:
             console.print()
 
 
-def _lines(text: str, width: int) -> Iterator[str]:
+def visible_lines(text: str, width: int) -> Iterator[str]:
     """Yield the lines of a text, line ends and control characters visible, none wider than `width`."""
     for line in text.splitlines(keepends=True):
         body = line.rstrip("\r\n")
@@ -119,7 +119,7 @@ def print_prompt(prompt: dict[str, Any]) -> None:
     """Print a prompt as it is rendered, and its fields."""
     print(f"prompt {prompt['prompt']:,} of {prompt['of']:,}: {plural(len(prompt['tokens']), 'token')}")
     for name, text in (("rendered", prompt["rendered"]), *_fields(prompt["fields"])):
-        for position, line in enumerate(_lines(text, columns() - _LABEL)):
+        for position, line in enumerate(visible_lines(text, columns() - _LABEL)):
             label = f"{name if len(name) < _LABEL else name[: _LABEL - 2] + '…'}" if position == 0 else ""
             print(f"{label:{_LABEL}}{line}".rstrip())
 

@@ -145,7 +145,7 @@ def build_command(
     print(f"sources    {plural(built.sources, 'file')}, {_size(built.source_bytes)}")
     print(f"encoder    {built.engine}")
     if built.skipped:
-        print(f"skipped    {built.skipped:,} unreadable files, lines or rows")
+        print(f"skipped    {plural(built.skipped, 'input')} that could not be used")
     if not built.changed:
         print("unchanged  this version already exists")
     print(f"\nnext: {_next(built.manifest, out)}")
@@ -155,7 +155,7 @@ def _next(manifest: DatasetManifest, path: Path) -> str:
     """Return the command that trains on a dataset."""
     policy = ""
     if manifest.chat is not None and manifest.chat.kind == "prompts":
-        policy = """ --set objective.kind=grpo --set 'rl.rewards=["math"]'"""
+        policy = " --set objective.kind=grpo"
     return f"headway train RECIPE{policy} --set data.path={shlex.quote(str(path))}"
 
 

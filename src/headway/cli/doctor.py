@@ -1,4 +1,4 @@
-"""`headway doctor`: checks storage, network or an engine before a run."""
+"""`headway doctor`: checks storage, network, an engine or the sandbox before a run."""
 
 import os
 import sys
@@ -13,11 +13,12 @@ import typer
 from headway.cli.doctor_engine import look_at_engine
 from headway.cli.options import Json
 from headway.cli.progress import terminal_bars
-from headway.cli.text import print_json
+from headway.cli.text import columns, print_json
 from headway.errors import UsageError
 from headway.hardware.link_bench import listen, measure
 from headway.hardware.network import HostNetwork, Transport, find_network, main_address, transport
 from headway.hardware.storage import StorageRates, measure_storage, uses
+from headway.rl.sandbox import why_no_sandbox
 
 
 def doctor(
@@ -44,12 +45,15 @@ def doctor(
             help="Check an engine: slurm's configuration, or whether ray accepts this process.",
         ),
     ] = None,
+    sandbox: Annotated[
+        bool, typer.Option("--sandbox", help="Check that code of answers can be run in a sandbox, for rl.rewards.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Check storage, network or an engine before a run."""
+    """Check storage, network, an engine or the sandbox before a run."""
     _check(network, with_, listen)
-    if storage is None and not network and engine is None:
-        raise UsageError("nothing to check", hint="use --storage PATH, --network or --engine slurm|ray")
+    if storage is None and not network and engine is None and not sandbox:
+        raise UsageError("nothing to check", hint="use --storage PATH, --network, --engine slurm|ray or --sandbox")
     if listen is not None:
         _listen(listen, _token(token_env))
         return
@@ -64,11 +68,15 @@ def doctor(
     if engine is not None:
         document["engine"], text = look_at_engine(engine)
         lines += [""] * bool(lines) + text
+    if sandbox:
+        document["sandbox"], text = _sandbox()
+        lines += [""] * bool(lines) + text
     if json:
         print_json(document)
         return
     print("\n".join(lines))
-    print(f"next: {_next(storage, with_) if engine is None else f'headway nodes --engine {engine}'}")
+    if storage is not None or network or engine is not None:
+        print(f"next: {_next(storage, with_) if engine is None else f'headway nodes --engine {engine}'}")
 
 
 def _check(network: bool, with_: str | None, listen: str | None) -> None:
@@ -127,6 +135,15 @@ def _rates(rates: StorageRates) -> list[str]:
     ]
 
 
+# -- sandbox
+
+
+def _sandbox() -> tuple[dict[str, Any], list[str]]:
+    why = why_no_sandbox()
+    line = "sandbox: works" if why is None else f"sandbox: cannot be built: {why}"
+    return {"works": why is None, "why": why}, textwrap.wrap(line, 80, subsequent_indent="  ")
+
+
 # -- network
 
 
@@ -156,10 +173,10 @@ def _interface_lines(host_network: HostNetwork) -> list[str]:
     for interface in host_network.interfaces:
         speed = f"{interface.gigabits_s:g} Gb/s" if interface.gigabits_s else "unknown speed"
         addresses = ", ".join(interface.addresses[:2]) or "no address"
-        lines.append(f"{interface.name:<12} {'up' if interface.up else 'down':<5}{speed:>16}  {addresses}"[:80])
+        lines.append(f"{interface.name:<12} {'up' if interface.up else 'down':<5}{speed:>16}  {addresses}"[: columns()])
     for card in host_network.rdma:
         state = "up" if card.active else "down"
-        lines.append(f"{card.name:<12} {state:<5}{card.gigabits_s:>11g} Gb/s  {card.kind}"[:80])
+        lines.append(f"{card.name:<12} {state:<5}{card.gigabits_s:>11g} Gb/s  {card.kind}"[: columns()])
     return lines
 
 
@@ -181,8 +198,8 @@ def _listen(address: str, token: str | None) -> None:
 
 
 def _wrapped(pairs: list[tuple[str, str]]) -> list[str]:
-    """Return pairs of statement and reason, wrapped at 80 columns."""
-    return [line for what, why in pairs for line in textwrap.wrap(f"{what}: {why}", 80, subsequent_indent="  ")]
+    """Return pairs of statement and reason, as wide as the terminal."""
+    return [line for what, why in pairs for line in textwrap.wrap(f"{what}: {why}", columns(), subsequent_indent="  ")]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`headway doctor --engine E`: checks the configuration of an engine."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
@@ -8,7 +9,7 @@ from headway.cli.text import columns, plural
 from headway.cluster.engines.settings import engine_settings, reach_engine
 from headway.cluster.engines.slurm.commands import run
 from headway.cluster.engines.slurm.parse import PARTITIONS, parse_partitions
-from headway.cluster.engines.slurm.site_advice import advise, parse_configuration
+from headway.cluster.engines.slurm.site_advice import Advice, advise, parse_configuration
 from headway.errors import UsageError
 from headway.track import runs_root
 
@@ -23,13 +24,20 @@ def look_at_engine(name: str) -> tuple[dict[str, Any], list[str]]:
     conf = parse_configuration(run("scontrol", "show", "config"))
     partitions = parse_partitions(run("sinfo", "--noheader", f"--format={PARTITIONS}"))
     advice = advise(conf, partitions)
-    missing = [item for item in advice if not item.good]
-    lines = [f"Slurm {conf['SLURM_VERSION']} answers; runs work with it as is"]
+    return {"engine": name, "version": conf["SLURM_VERSION"], "advice": [asdict(item) for item in advice]}, [
+        f"Slurm {conf['SLURM_VERSION']} answers; runs work with it as is",
+        *advice_lines(advice),
+    ]
+
+
+def advice_lines(advice: Sequence[Advice]) -> list[str]:
+    """Return what is missing, then what is there, as wide as the terminal."""
+    missing, width, indent = [item for item in advice if not item.good], columns(), " " * 8
+    lines = list[str]()
     for item in sorted(advice, key=lambda item: item.good):
-        lines.append(f"  {'ok   ' if item.good else 'lacks'} {item.key} = {item.found}"[:80])
-        lines += wrap(item.text, 80, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    lines.append(f"{len(missing)} of {len(advice)} can be improved" if missing else "nothing is missing")
-    return {"engine": name, "version": conf["SLURM_VERSION"], "advice": [asdict(item) for item in advice]}, lines
+        lines.append(f"  {'ok   ' if item.good else 'lacks'} {item.key} = {item.found}"[:width])
+        lines += wrap(item.text, width, initial_indent=indent, subsequent_indent=indent)
+    return [*lines, f"{len(missing)} of {len(advice)} can be improved" if missing else "nothing is missing"]
 
 
 def _look_at_ray() -> tuple[dict[str, Any], list[str]]:

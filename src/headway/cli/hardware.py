@@ -5,12 +5,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any, Literal
 
 import typer
 
 from headway.cli.options import Json
-from headway.cli.text import print_json
+from headway.cli.text import columns, print_json
 from headway.errors import RunError
 from headway.hardware import CHIPS, Ceilings, Chip, devices, find_ceilings, load_cluster, parse_on, write_ceilings
 
@@ -162,7 +163,7 @@ def _print_chip(chip: Chip) -> None:
         print(f"  {link.kind:<10}{link.bandwidth_bytes_s / 1e9:>8.0f} GB/s per direction among {link.devices}")
     print(f"  host      {chip.host_bytes_s / 1e9:>8.0f} GB/s per direction")
     print(f"  power     {chip.power_w:>8.0f} W")
-    print(f"  source: {chip.source}")
+    print(fill(f"source: {chip.source}", columns(), initial_indent="  ", subsequent_indent="    "))
     for figure, note in chip.notes.items():
         print(f"  {figure}: {note}")
 

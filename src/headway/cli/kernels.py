@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from headway.cli.options import Json, Settings
-from headway.cli.text import print_json
+from headway.cli.text import columns, print_json
 from headway.errors import HeadwayError, UsageError
 from headway.hardware import devices
 from headway.recipe import Recipe, load_recipe
@@ -66,7 +66,7 @@ def _lines(rows: list[dict[str, str]]) -> list[str]:
     wide, kernel = max(map(len, names)), max(len(row["kernel"]) for row in rows)
     lines = [f"{'operation':{wide}}  {'kernel':{kernel}}  why"]
     for name, row in zip(names, rows, strict=True):
-        first, *rest = wrap(row["why"], 80 - wide - kernel - 4)
+        first, *rest = wrap(row["why"], columns() - wide - kernel - 4)
         lines.append(f"{name:{wide}}  {row['kernel']:{kernel}}  {first}")
         lines += [" " * (wide + kernel + 4) + line for line in rest]
     return lines

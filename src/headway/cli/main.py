@@ -50,6 +50,7 @@ VERBS: dict[str, dict[str, str]] = {
         "logs": "Show or follow a run's logs",
         "stacks": "Show what each worker is doing right now",
         "diff": "Compare two runs bit for bit",
+        "rl": "Show, compare and replay rollouts of a run",
         "fetch": "Sync a run's records from its object store",
     },
     "Submit jobs": {

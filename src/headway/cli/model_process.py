@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,7 @@ def model_process(module: str, name: str, request: dict[str, Any], **options: An
     with tempfile.TemporaryFile() as request_file, tempfile.TemporaryFile() as log:
         request_file.write(json.dumps(request).encode())
         request_file.seek(0)
-        command = [sys.executable, "-m", module]
+        command = [sys.executable, "-m", module, str(os.getpid())]  # it ends with this process
         process = subprocess.Popen(command, stdin=request_file, stdout=subprocess.PIPE, stderr=log, **options)
         running = ModelProcess(process)
         try:

@@ -87,20 +87,23 @@ def _follow(running: ModelProcess, json: bool) -> None:
         if json:
             print(jsonlib.dumps(message), flush=True)
         elif "listening" in message:
-            _print_start(message)
+            print("\n".join(start_lines(message)), flush=True)
         elif "draining" in message or "stopped" in message:
             print(("\r\x1b[K" if live else "") + ending_line(message), flush=True)
         elif live:
             print(f"\r\x1b[K{status_line(message)}", end="", flush=True)
 
 
-def _print_start(facts: dict[str, Any]) -> None:
+def start_lines(facts: dict[str, Any]) -> list[str]:
+    """Return what is served, and where."""
     cache = f"KV cache of {facts['cache_tokens']:,} tokens" if facts["cached"] else "no KV cache: slow"
-    print(f"{facts['model']}  {_count(facts['parameters'])} parameters, {facts['dtype']} on {facts['device']}, {cache}")
+    size = _count(facts["parameters"])
+    lines = [f"{facts['model']}  {size} parameters, {facts['dtype']} on {facts['device']}, {cache}"]
     if facts["adapters"]:
-        print(f"adapters: {', '.join(facts['adapters'])}")
-    chat = "" if facts["chat"] else "; no chat template: completions only"
-    print(f"listening on {facts['listening']}   (OpenAI API; /metrics, /health{chat})", flush=True)
+        lines.append(f"adapters: {', '.join(facts['adapters'])}")
+    if not facts["chat"]:
+        lines.append("no chat template: completions only")
+    return [*lines, f"listening on {facts['listening']}   (OpenAI API; /metrics, /health)"]
 
 
 def status_line(status: dict[str, Any]) -> str:

@@ -39,7 +39,31 @@ ACCOUNTS = {
     "compile": "compile",
     "checkpoint": "checkpoint stall",
     "evaluation": "evaluation",
+    "generate": "generation",
+    "score": "scoring",
+    "sync": "weight sync",
+    "idle": "rollout wait",
 }
+
+_NUMBERS = (
+    ("loss", "loss {:.4f}"),
+    ("accuracy", "accuracy {:.0%}"),
+    ("kl", "KL {:.4f}"),
+    ("margin", "margin {:.2f}"),
+    ("grad_norm", "norm {:.2f}"),
+    ("lr", "lr {:.2e}"),
+)
+"""Metrics of a step that are shown, in order, and how."""
+_POLICY_NUMBERS = (
+    ("reward", "reward {:.3f}"),
+    ("pass@", "{key} {:.2f}"),
+    ("length", "length {:.0f}"),
+    ("zero_variance", "zero-variance {:.0%}"),
+    ("mismatch", "mismatch {:.2g}"),
+    ("kl", "KL {:.4f}"),
+    ("grad_norm", "norm {:.2f}"),
+)
+"""Those of a policy, whose loss says little."""
 
 
 @dataclass
@@ -174,18 +198,11 @@ class LiveStatus:
         if self.trouble is not None:
             return "(numbers follow when the folder works again)"
         parts = []
-        for key, form in (
-            ("reward", "reward {:.3f}"),
-            ("loss", "loss {:.4f}"),
-            ("accuracy", "accuracy {:.0%}"),
-            ("kl", "KL {:.4f}"),
-            ("margin", "margin {:.2f}"),
-            ("grad_norm", "norm {:.2f}"),
-            ("lr", "lr {:.2e}"),
-        ):
+        for key, form in _POLICY_NUMBERS if "reward" in self.last else _NUMBERS:
+            key = next((name for name in self.last if name.startswith("pass@")), key) if key == "pass@" else key
             if key in self.last:
                 value = self.last[key]
-                parts.append(f"{key} not finite" if value is None else form.format(value))
+                parts.append(f"{key} not finite" if value is None else form.format(value, key=key))
         if self.evaluated is not None:
             behind = "" if self.eval_step == self.step else f" (step {self.eval_step})"
             parts.append(f"eval {self.evaluated:.4f}{behind}")
@@ -234,6 +251,7 @@ class PlainLines:
     def __init__(self, status: LiveStatus, records: RecordTail, title: str) -> None:
         self._status, self._records = status, records
         self._printed_step = self._noticed = 0
+        self._printed_scored: tuple[int, int] | None = None
         self._last_print = time.monotonic()
         self._stops = 0
         tell(title)
@@ -260,7 +278,8 @@ class PlainLines:
         """Print step and numbers if the step has changed."""
         status = self._status
         if status.step == self._printed_step:
-            if status.step == 0 and status.scored is not None:
+            if status.step == 0 and status.scored is not None and status.scored != self._printed_scored:
+                self._printed_scored = status.scored
                 tell(f"{status.scored_what}, computed once: {status.scored[0]} of {status.scored[1]} rows")
             return
         self._printed_step = status.step

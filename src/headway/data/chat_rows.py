@@ -17,6 +17,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from headway.data.chat_template import reserved_argument
+
 Kind = Literal["chat", "pairs", "labelled", "prompts"]
 Message = dict[str, Any]
 
@@ -182,6 +184,8 @@ def row_arguments(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     arguments = row.get("chat_template_kwargs")
     if arguments is not None and not isinstance(arguments, Mapping):
         raise BadRow(f"chat_template_kwargs is {type_name(arguments)}, not an object")
+    if name := reserved_argument(arguments or {}):
+        raise BadRow(f"chat_template_kwargs has {name!r}, which the conversation gives")
     return arguments
 
 

@@ -23,6 +23,8 @@ SETTINGS_FILE = "tokenizer_config.json"
 MOST_SECONDS = 5.0
 MOST_CHARACTERS = 4_000_000
 MOST_TEMPLATE = 1_000_000
+OF_THE_CONVERSATION = ("messages", "tools", "add_generation_prompt")
+"""Names that a template gets from the conversation; no argument takes their place."""
 
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
@@ -37,6 +39,10 @@ class ChatTemplate:
     """Names that the template may use, such as bos_token."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further names, such as enable_thinking."""
+
+    def __post_init__(self) -> None:
+        if name := reserved_argument(self.arguments):
+            raise RequestError(f"{name!r} is no template argument", hint=f"a conversation has its own {name}")
 
     def render(
         self,
@@ -80,6 +86,11 @@ class ChatTemplate:
             line = getattr(error, "lineno", None)
             where = "" if line is None else f" in line {line}"
             raise ModelError(f"the chat template is wrong{where}: {error.message or error}") from None
+
+
+def reserved_argument(arguments: Mapping[str, Any]) -> str | None:
+    """Return an argument that would take the place of a part of the conversation; None if there is none."""
+    return next((name for name in OF_THE_CONVERSATION if name in arguments), None)
 
 
 def names_tools(template: str) -> bool:

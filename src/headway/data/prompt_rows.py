@@ -36,7 +36,7 @@ def parse_prompt(row: Mapping[str, Any]) -> ChatRow:
     messages = checked_messages(_prompt(row))
     last = messages[-1]["role"]
     if last == "assistant":
-        raise BadRow("the prompt ends with an assistant turn: leave it out, or keep it in a field of another name")
+        raise BadRow("the prompt ends with an assistant turn: move it to another field")
     if last in ("system", "developer"):
         raise BadRow(f"the prompt ends with a {last} message, which asks nothing")
     conversation = Conversation(messages, len(messages), row_tools(row), row_arguments(row))

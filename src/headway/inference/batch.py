@@ -7,7 +7,9 @@ model, input and sampling parameters, and answers to anything else are refused.
 """
 
 import contextlib
+import fcntl
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +24,13 @@ from headway.inference.load import ModelSource
 from headway.inference.params import SamplingParams
 from headway.inference.text_engine import EngineOptions, encoded
 from headway.state.model_identity import fingerprint_of, model_identity
+from headway.state.parent_process import end_with_parent
 
 AT_ONCE = 4096
 """Inputs that are in memory at the same time."""
 DEFAULT_TOKENS = 256
 """Tokens to generate at most where nothing says how many; fewer where the context has no room for them."""
+LINE_HINT = 'a line is {"prompt": "..."} or {"messages": [...]}, with "params" if it has its own'
 
 
 class BatchRequest(ModelSource):
@@ -69,30 +73,53 @@ def run_batch(request: BatchRequest) -> None:
         )
         for line in lines
     ]
-    done = _done(request.output, marks)
+    with _exclusive(request.output) as output:
+        done = _done(request.output, marks)
+        _say(total=len(lines), done=len(done))
+        if len(done) < len(lines):
+            _answer_all(request, lines, marks, done, output)
+
+
+def _answer_all(
+    request: BatchRequest, lines: list[InputLine], marks: list[str], done: set[int], output: IO[str]
+) -> None:
+    """Append the answers to all inputs but those that are done."""
     left = [index for index in range(len(lines)) if index not in done]
-    _say(total=len(lines), done=len(done))
-    if not left:
-        return
     llm = LLM(request.load(), options=EngineOptions(**request.options))
     count = len(done)
-    with contextlib.ExitStack() as stack:
-        output: IO[str] | None = None
-        for first in range(0, len(left), AT_ONCE):
-            some = left[first : first + AT_ONCE]
-            prompts, params = zip(*(_prompt(llm, request, lines[index], index) for index in some), strict=True)
-            if output is None:  # once there is something to answer: a start that fails leaves no file
-                output = stack.enter_context(request.output.open("a", encoding="utf-8"))
+    for first in range(0, len(left), AT_ONCE):
+        some = left[first : first + AT_ONCE]
+        prompts, params = zip(*(_prompt(llm, request, lines[index], index) for index in some), strict=True)
 
-            def write(place: int, result: Generated, some: list[int] = some, output: IO[str] = output) -> None:
-                nonlocal count
-                answer = _answer(some[place], marks[some[place]], result)
-                output.write(json.dumps(answer, ensure_ascii=False) + "\n")
-                output.flush()
-                count += 1
-                _say(total=len(lines), done=count)
+        def write(place: int, result: Generated, some: list[int] = some) -> None:
+            nonlocal count
+            index = some[place]
+            answer = _answer(index, marks[index], result, ids=isinstance(lines[index].prompt, list))
+            output.write(json.dumps(answer, ensure_ascii=False) + "\n")
+            output.flush()
+            count += 1
+            _say(total=len(lines), done=count)
 
-            llm.generate(list(prompts), list(params), on_done=write)
+        llm.generate(list(prompts), list(params), on_done=write)
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[IO[str]]:
+    """Open a file to append to that no other process writes; a new one to which nothing is written is removed."""
+    is_new = not path.exists()
+    with path.open("a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "wait until it ends, or name another file with --out"
+            raise DataError(f"another headway generate writes to {path}", hint=hint) from None
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield file
+        finally:
+            if is_new and not path.stat().st_size:
+                path.unlink()
 
 
 def _read(request: BatchRequest) -> Iterator[InputLine]:
@@ -102,13 +129,14 @@ def _read(request: BatchRequest) -> Iterator[InputLine]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
+    if not text.strip():
+        raise DataError(f"{path} is empty", hint=LINE_HINT)
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             entry = InputLine.model_validate_json(line)
         except ValidationError as error:
             raise DataError(
-                f"{path}:{number}: {_mistake(error)}",
-                hint='a line is {"prompt": "..."} or {"messages": [...]}, with "params" if it has its own',
+                f"{path}:{number}: {_mistake(error) if line.strip() else 'the line is empty'}", hint=LINE_HINT
             ) from None
         if (entry.prompt is None) == (entry.messages is None):
             raise DataError(f"{path}:{number} needs either a prompt or messages")
@@ -187,7 +215,8 @@ def _prompt(llm: LLM, request: BatchRequest, entry: InputLine, index: int) -> tu
     return ids, params
 
 
-def _answer(index: int, mark: str, result: Generated) -> dict[str, Any]:
+def _answer(index: int, mark: str, result: Generated, *, ids: bool) -> dict[str, Any]:
+    """Return the line of an input; `ids`: whether with the token ids of the outputs."""
     outputs = []
     for output in result.outputs:
         entry: dict[str, Any] = {
@@ -195,8 +224,10 @@ def _answer(index: int, mark: str, result: Generated) -> dict[str, Any]:
             "finish_reason": output.finish_reason,
             "tokens": len(output.token_ids),
         }
+        if ids or output.logprobs:
+            entry["token_ids"] = output.token_ids
         if output.logprobs:
-            entry |= {"token_ids": output.token_ids, "logprobs": [row.logprob for row in output.logprobs]}
+            entry["logprobs"] = [row.logprob for row in output.logprobs]
         outputs.append(entry)
     return {"index": index, "request": mark, "prompt_tokens": len(result.prompt_ids), "outputs": outputs}
 
@@ -206,4 +237,5 @@ def _say(**facts: Any) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent(signal.SIGTERM, *map(int, sys.argv[1:]))
     sys.exit(main())

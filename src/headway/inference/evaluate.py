@@ -8,6 +8,7 @@ and the error's exit status. It scores nothing.
 
 import json
 import math
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from headway.inference.llm import LLM, Generated
 from headway.inference.load import ModelSource
 from headway.inference.params import SamplingParams
 from headway.inference.text_engine import EngineOptions
+from headway.state.parent_process import end_with_parent
 
 AT_ONCE = 4096
 """Prompts that are in the engine's queue at the same time."""
@@ -286,4 +288,5 @@ def _say(message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent(signal.SIGTERM, *map(int, sys.argv[1:]))
     sys.exit(main())

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from headway.errors import RequestError
 from headway.inference.chat import render_chat
 from headway.inference.engine import RequestsAtSwap, TokenLogprobs
 from headway.inference.load import LoadedModel, copy_into, load_model
 from headway.inference.params import SamplingParams
 from headway.inference.sequence import FinishReason
-from headway.inference.text_engine import EngineOptions, TextEngine
+from headway.inference.text_engine import EngineOptions, TextEngine, encoded
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -112,16 +113,19 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[dict[str, Any]] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         **template_arguments: Any,
     ) -> list[Generated]:
-        """Answer one conversation, or several, by the model's chat template."""
-        conversations: Any = [messages] if isinstance(messages[0], dict) else messages
+        """Answer one conversation, or several, by the model's chat template; `adapter` as in `generate`."""
+        conversations: Any = messages if messages and not isinstance(messages[0], Mapping) else [messages]
         texts = [
             render_chat(self.model, conversation, tools=tools, template_arguments=template_arguments)
             for conversation in conversations
         ]
-        assert self.model.tokenizer is not None, "a chat template needs one"
-        return self.generate([self.model.tokenizer.encode(text).tolist() for text in texts], params)
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise RequestError(f"{self.model.name} has no tokenizer", hint="generate from token ids")
+        return self.generate([encoded(tokenizer, text) for text in texts], params, adapter=adapter)
 
     def swap_weights(self, weights: Mapping[str, Tensor], version: int, *, requests: RequestsAtSwap = "finish") -> None:
         """Copy new weights, by parameter name, into the model; `version` is noted with the tokens that they sample."""

@@ -5,6 +5,7 @@ Reads one request, a JSON object, from stdin. Streams JSON lines to stdout: piec
 """
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from headway.errors import HeadwayError, RunError
 from headway.inference.load import ModelSource
 from headway.inference.params import SamplingParams
 from headway.inference.text_engine import TextEngine
+from headway.state.parent_process import end_with_parent
 
 DEFAULT_TOKENS = 100
 
@@ -33,7 +35,10 @@ def sample(request: SampleRequest) -> Iterator[dict[str, Any]]:
     """Yield pieces of text, prompt by prompt."""
     engine = TextEngine(request.load())
     if engine.loaded.tokenizer is None:
-        raise RunError(f"{engine.loaded.name} has no tokenizer")
+        raise RunError(
+            f"{engine.loaded.name} has no tokenizer",
+            hint='headway generate takes token ids: {"prompt": [1, 2]}',
+        )
     for index, prompt in enumerate(request.prompts):
         ids = engine.encode(prompt)
         most = request.max_tokens or engine.fitting(ids, DEFAULT_TOKENS)
@@ -71,4 +76,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent(signal.SIGTERM, *map(int, sys.argv[1:]))
     sys.exit(main())

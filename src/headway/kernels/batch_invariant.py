@@ -91,3 +91,15 @@ def rows_are_independent(outputs: int, inputs: int, device: str = "cpu") -> bool
     return all(torch.equal(y, expected) for y in moved) and all(
         torch.equal(y, expected[row]) for y, row in zip(alone, (0, ROWS - 1), strict=True)
     )
+
+
+@cache
+def elements_are_independent(device: str = "cpu") -> bool:
+    """Whether exp and cos of an element have the same bits at each place of a vector, and exp(0) is 1, by trying it."""
+    noise = torch.arange(1000, dtype=torch.float32, device=device).mul_(0.6180339887).frac_().mul_(-20)
+    same = (
+        torch.equal(operation(noise[place:].clone()), operation(noise)[place:])
+        for operation in (torch.exp, torch.cos)
+        for place in range(1, 64)
+    )
+    return all(same) and bool((torch.zeros(1000, device=device).exp() == 1).all())

@@ -145,6 +145,7 @@ def _online(
     end = max(last for _, last in spans) // KEYS + 1
     peak_GM1 = q_GMH.new_full((len(q_GMH), rows, 1), float("-inf"))
     total_GM1, sum_GMH = torch.zeros_like(peak_GM1), torch.zeros_like(q_GMH)
+    scores_GMA, part_GMH = q_GMH.new_empty(len(q_GMH), rows, KEYS), torch.empty_like(q_GMH)
     head_K11 = torch.arange(key_heads).view(-1, 1, 1)
     for tile in range(begin, end):
         tile_slots = slots_PA[:, tile * KEYS : (tile + 1) * KEYS]
@@ -152,7 +153,7 @@ def _online(
         k_GAH, v_GAH = (
             x.reshape(-1, size).index_select(0, places).view(-1, KEYS, size) for x in (keys_CKH, values_CKH)
         )
-        scores_GMA = _bmm(q_GMH, k_GAH.transpose(1, 2)).mul_(scale)
+        scores_GMA = _bmm(q_GMH, k_GAH.transpose(1, 2), scores_GMA).mul_(scale)
         if window is not None or (tile + 1) * KEYS > first:
             hidden_PMA = _hidden(tile, positions_PM, window)
             scores_GMA.view(key_heads, programs, rows, KEYS).masked_fill_(hidden_PMA, float("-inf"))
@@ -160,7 +161,7 @@ def _online(
         base_GM1 = new_GM1 if window is None else new_GM1.where(new_GM1 > float("-inf"), 0.0)  # nothing seen yet
         weights_GMA, shrink_GM1 = scores_GMA.sub_(base_GM1).exp_(), (peak_GM1 - base_GM1).exp_()
         total_GM1 = total_GM1.mul_(shrink_GM1).add_(weights_GMA.sum(dim=-1, keepdim=True))
-        sum_GMH = sum_GMH.mul_(shrink_GM1).add_(_bmm(weights_GMA, v_GAH))
+        sum_GMH = sum_GMH.mul_(shrink_GM1).add_(_bmm(weights_GMA, v_GAH, part_GMH))
         peak_GM1 = new_GM1
     return sum_GMH.div_(total_GM1).view(key_heads, programs, rows, size)
 
@@ -172,11 +173,14 @@ def _hidden(tile: int, positions_PM: Tensor, window: int | None) -> Tensor:
     return hidden_PMA if window is None else hidden_PMA | (places_A <= positions_PM1 - window)
 
 
-def _bmm(a_GXY: Tensor, b_GYZ: Tensor) -> Tensor:
-    """Return products of one shape, of which there are two at least: MKL would split up a single one."""
+def _bmm(a_GXY: Tensor, b_GYZ: Tensor, out_GXZ: Tensor) -> Tensor:
+    """Return products of one shape, in `out`, which selective recomputation does not store.
+
+    There are two at least: MKL would split up a single one.
+    """
     if len(a_GXY) > 1:
-        return torch.bmm(a_GXY, b_GYZ)
-    return torch.bmm(a_GXY.expand(2, -1, -1), b_GYZ.expand(2, -1, -1))[:1]
+        return torch.bmm(a_GXY, b_GYZ, out=out_GXZ)
+    return out_GXZ.copy_(torch.bmm(a_GXY.expand(2, -1, -1), b_GYZ.expand(2, -1, -1))[:1])
 
 
 def attention(

@@ -77,6 +77,11 @@ def _checked(model: nn.Module, device: torch.device) -> Decoder:
                 f"exact mode does not support {type(module).__name__}, and {name} is one",
                 hint="leave lora.quantize and adapters of requests out",
             )
+    if not batch_invariant.elements_are_independent(device.type):
+        raise ModelError(
+            "here exp or cos has other bits in another place of a vector",
+            hint="use another build of PyTorch, or leave inference.exact out",
+        )
     for outputs, inputs in sorted(_shapes(model)):
         if not batch_invariant.rows_are_independent(outputs, inputs, device.type):
             raise ModelError(

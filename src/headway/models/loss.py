@@ -44,14 +44,21 @@ class Loss(nn.Module):
     def logprobs_and_entropy(
         self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, temperature: float = 1.0
     ) -> Tensor:
-        """Return the log-probability of each label, and the entropy of the distribution it is drawn from [B, L, 2]."""
+        """Return the log-probability of each label, and the entropy of the distribution it is drawn from [B, L, 2].
+
+        In exact mode, log-probabilities have the bits of `logprobs`, for one more product.
+        """
         labels_T, x_TD = labels_BL.flatten(), x_BLD.flatten(0, 1)
         if temperature == 1 and uses_triton("loss", x_TD):
             flat = torch.stack(linear_cross_entropy.token_scores(x_TD, weight_VD, labels_T, self.softcap), dim=1)
         else:
             rows = chunk_rows(x_BLD.device.type, weight_VD.shape[0])
             flat = logprobs_and_entropy(x_TD, weight_VD, labels_T, temperature, self.softcap, rows)
-        return flat.view(*labels_BL.shape, 2)
+        scores_BL2 = flat.view(*labels_BL.shape, 2)
+        if self.exact:
+            logprobs_BL = self.logprobs(x_BLD, weight_VD, labels_BL, temperature)
+            return torch.stack((logprobs_BL, scores_BL2[..., 1]), dim=-1)
+        return scores_BL2
 
     def logprobs_among(
         self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, ids_BLK: Tensor, temperature: float

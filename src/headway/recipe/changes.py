@@ -77,13 +77,14 @@ def _with_defaults(recipe: Recipe) -> dict[str, Any]:
 def check_resumable(
     old: Recipe,
     new: Recipe,
-    run: str = "RUN",
+    run: str | None = "RUN",
     reached: int = 0,
     train_command: Callable[[str], str] = "headway train {}".format,
 ) -> dict[str, tuple[Any, Any]]:
     """Return the changes; raise RecipeError for the first that resuming `run` does not allow.
 
-    The hint is a `train_command` that starts another run: with more steps if this one has `reached` its last.
+    The hint is a `train_command` that starts another run: from this one, unless `run` is None since it has saved
+    nothing; with more steps if it has `reached` its last.
     """
     changed = changed_keys(old, new)
     refused = [key for key in changed if not _is_changeable(key)]
@@ -109,13 +110,15 @@ def _is_changeable(key: str) -> bool:
     return _ANY_DATA_SET.sub("data.mixture.*.", key) in CHANGEABLE
 
 
-def _new_run(key: str, value: Any, run: str, steps: int | None, train_command: Callable[[str], str]) -> str:
+def _new_run(key: str, value: Any, run: str | None, steps: int | None, train_command: Callable[[str], str]) -> str:
     """Return the command that trains with a value that resuming refuses, and that is not itself refused."""
     more = "" if steps is None else f" --set train.steps={steps}"
     text = "" if value is None else json.dumps(value)
     setting = f"--set {key}={text.strip(chr(34)) if isinstance(value, str) else text}"
     if isinstance(value, dict | list | tuple):
         setting = f"--set {key}=..."
+    if run is None:
+        return f"this run has saved nothing: {train_command(f'RECIPE {setting}')} starts a new one"
     if key.startswith("model."):
         return f"another model is another run: {train_command(f'RECIPE {setting}')}"
     if key in ("train.optimizer", "train.freeze"):  # the optimizer's state would not fit

@@ -94,7 +94,7 @@ class Data(Section):
     seq: Positive = 1024
     """Tokens per training sequence."""
     holdout: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
-    """Share of windows held out for evaluation; the same windows for every seed."""
+    """Share of windows, conversations or prompts held out for evaluation; the same ones for every seed."""
     mask_boundaries: bool = False
     """Mask the loss of tokens that would be predicted from another document's end."""
     within_documents: bool = True
@@ -106,7 +106,7 @@ class Data(Section):
     samples."""
     skip: Annotated[tuple[tuple[NotNegative, Positive], ...], AfterValidator(_check_skip_ranges)] = ()
     """Samples to skip, as [first, end) ranges of sample numbers in the run. A step whose batch would touch some of them
-    starts after them."""
+    starts after them; of prompts, exactly these are skipped."""
 
     @model_validator(mode="before")
     @classmethod

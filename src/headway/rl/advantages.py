@@ -10,7 +10,6 @@ exactly 0: the mean of equal numbers may be off by rounding, which a division by
 An answer without others to compare it with has an advantage of 0, and so has one that is not present.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -63,19 +62,6 @@ def zero_variance(rewards_GS: npt.ArrayLike, present_GS: npt.ArrayLike | None = 
     return np.asarray(highest_G <= lowest_G)
 
 
-def zero_variance_share(rewards_GS: npt.ArrayLike, present_GS: npt.ArrayLike | None = None) -> float | None:
-    """Return the share of groups with `zero_variance`, among those with any answer; None if there are none."""
-    rewards_GS, present_GS = _checked(rewards_GS, present_GS)
-    answered_G = present_GS.any(axis=1)
-    return float(zero_variance(rewards_GS, present_GS)[answered_G].mean()) if answered_G.any() else None
-
-
-def mean_reward(rewards_GS: npt.ArrayLike, present_GS: npt.ArrayLike | None = None) -> float | None:
-    """Return the mean over present answers; None if there are none."""
-    rewards_GS, present_GS = _checked(rewards_GS, present_GS)
-    return float(rewards_GS[present_GS].mean()) if present_GS.any() else None
-
-
 def _checked(rewards_GS: npt.ArrayLike, present_GS: npt.ArrayLike | None) -> tuple[Floats, Flags]:
     """Return rewards in float64, 0 where there is no answer, and which answers there are."""
     rewards = np.asarray(rewards_GS, dtype=np.float64)
@@ -97,22 +83,6 @@ def overlong_penalty(lengths: npt.ArrayLike, max_tokens: int, overlong: Overlong
         return np.zeros_like(lengths)
     excess = lengths - (max_tokens - overlong.buffer)
     return -overlong.penalty * np.clip(excess / overlong.buffer, 0.0, 1.0)
-
-
-def kl_in_reward(
-    rewards: npt.ArrayLike,
-    logprobs: Sequence[npt.ArrayLike],
-    reference: Sequence[npt.ArrayLike],
-    beta: float,
-    kind: Estimator = "k1",
-) -> Floats:
-    """Return rewards [n] less beta times each answer's divergence from the reference.
-
-    That is the sum over the tokens that the model wrote, whose log-probabilities are given for each answer: by the
-    model that sampled it (or the trainer at the same weights), and by the reference.
-    """
-    taken = [float(divergences(own, other, kind).sum()) for own, other in zip(logprobs, reference, strict=True)]
-    return np.asarray(rewards, dtype=np.float64) - beta * np.array(taken, dtype=np.float64)
 
 
 def divergences(logprobs: npt.ArrayLike, reference: npt.ArrayLike, kind: Estimator) -> Floats:

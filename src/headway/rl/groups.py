@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from headway.errors import RunError
+from headway.errors import WorkerError
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
 from headway.rl.advantages import advantages, overlong_penalty, pass_at_k, zero_variance
-from headway.rl.rollout import ENVIRONMENT, Rollout
+from headway.rl.rollout import ENVIRONMENT, AnswerScore, Rollout
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,7 +35,7 @@ class Group:
 
 
 def groups_of(rollouts: Sequence[Rollout], rl: Rl) -> list[Group]:
-    """Return the groups of scored rollouts, by sample; raise RunError for a failed reward if the recipe says so."""
+    """Return the groups of scored rollouts, by sample; raise WorkerError for a failed reward if the recipe says so."""
     ordered = sorted(rollouts, key=lambda rollout: (rollout.sample, rollout.answer))
     return [_group(tuple(members), rl) for _, members in groupby(ordered, key=lambda rollout: rollout.sample)]
 
@@ -42,26 +43,29 @@ def groups_of(rollouts: Sequence[Rollout], rl: Rl) -> list[Group]:
 def _group(rollouts: tuple[Rollout, ...], rl: Rl) -> Group:
     rewards, present = np.zeros(len(rollouts)), np.ones(len(rollouts), dtype=bool)
     for number, rollout in enumerate(rollouts):
-        score = rollout.score
-        assert score is not None, "only scored rollouts are grouped"
-        if score.error is not None and rl.if_reward_fails == "stop":
-            raise RunError(
-                f"the reward of answer {rollout.answer} to prompt {rollout.prompt} failed: {last_line(score.error)}",
-                hint='rl.if_reward_fails = "zero" or "leave-out" goes on; headway rl samples shows the traceback',
-            )
-        if score.error is not None and rl.if_reward_fails == "leave-out":
-            present[number] = False
-            continue
-        rewards[number] = score.reward
+        assert rollout.score is not None, "only scored rollouts are grouped"
+        where = f"answer {rollout.answer} to prompt {rollout.prompt}"
+        score = after_failure(rollout.score, rl.if_reward_fails, where)
+        present[number] = score is not None
+        rewards[number] = 0.0 if score is None else score.reward
     penalties = overlong_penalty([len(rollout.token_ids) for rollout in rollouts], rl.max_tokens, rl.overlong)
     rewards += np.where(present, penalties, 0.0)
     return Group(rollouts, rewards, present)
 
 
-def last_line(traceback: str) -> str:
-    """Return the line of a traceback that says what happened."""
-    lines = [line for line in traceback.strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no reason given"
+def after_failure(
+    score: AnswerScore, policy: Literal["zero", "leave-out", "stop"], answer_name: str
+) -> AnswerScore | None:
+    """Return what `rl.if_reward_fails` makes of a score: the score, None to leave it out, or raise WorkerError."""
+    if score.error is None or policy == "zero":
+        return score
+    if policy == "leave-out":
+        return None
+    last = score.error.strip().splitlines()[-1]
+    raise WorkerError(
+        f"the reward of {answer_name} failed: {last}",
+        hint='rl.if_reward_fails = "zero" or "leave-out" continues without it',
+    )
 
 
 def chosen(groups: Sequence[Group], rl: Rl, count: int) -> list[Group]:
@@ -70,14 +74,15 @@ def chosen(groups: Sequence[Group], rl: Rl, count: int) -> list[Group]:
 
 
 def advantages_of(
-    groups: Sequence[Group], objective: PolicyGradient, taken_off: Sequence[Sequence[float]] | None = None
+    groups: Sequence[Group], objective: PolicyGradient, taken_off: Sequence[float] | None = None
 ) -> list[Floats]:
-    """Return the advantages of each group's answers; `taken_off` are penalties of rewards, by answer (KL)."""
+    """Return the advantages of each group's answers; `taken_off` is taken off the reward of each answer in turn."""
     if not groups:
         return []
     rewards, present = _table(groups)
-    for row, penalties in enumerate(taken_off or ()):
-        rewards[row, : len(penalties)] -= penalties
+    if taken_off is not None:
+        asked = np.arange(rewards.shape[1]) < np.array([[len(group.rollouts)] for group in groups])
+        rewards[asked] -= taken_off
     values = advantages(rewards, objective.advantage, present)
     return [values[row, : len(group.rollouts)] for row, group in enumerate(groups)]
 

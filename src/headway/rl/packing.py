@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.data.loader import MASKED, Batch
+from headway.rl.advantages import Estimator, divergences
 from headway.rl.rollout import Rollout
 
 Floats = npt.NDArray[np.float32]
@@ -81,3 +82,15 @@ def per_answer(values: Floats, answers: npt.NDArray[np.int64]) -> Floats:
     padded = np.append(values.astype(np.float32), np.float32(0))
     spread: Floats = padded[answers]  # -1 is the appended zero
     return spread
+
+
+def divergence_sums(packed: PackedAnswers, logprobs: Floats, reference: Floats, kind: Estimator) -> list[float]:
+    """Return the divergence of each answer from the reference, summed over the tokens that the model wrote."""
+    documents, labels = packed.batch.documents, packed.batch.labels
+    assert documents is not None
+    gaps = np.where(labels != MASKED, divergences(logprobs, reference, kind), 0.0)
+    answers = np.pad(packed.batch.columns["answer"], ((0, 0), (0, 1)), constant_values=-1)  # of padding
+    sums = np.zeros(len(packed.places) + 1)
+    np.add.at(sums, np.take_along_axis(answers, documents.astype(np.int64), axis=1), gaps)
+    values: list[float] = sums[:-1].tolist()
+    return values

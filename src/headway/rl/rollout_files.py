@@ -74,6 +74,20 @@ class RolloutFiles:
         names = (_BATCH.fullmatch(path.name) for path in self._folder.glob("batch-*.jsonl"))
         return sorted(int(name[1]) for name in names if name)
 
+    def header(self, step: int) -> BatchHeader | None:
+        """Return the header of a finished batch; None if there is none."""
+        try:
+            with self.path(step).open() as file:
+                return _header_of([json.loads(file.readline())])
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def unfinished(self) -> dict[int, BatchHeader]:
+        """Return the header of the newest file of each batch that is not finished, by its first step."""
+        parts = sorted(self._folder.glob("batch-*.part.jsonl"), key=lambda path: (_changed_ns(path), path.name))
+        headers = [_header_of(list(_lines(path))) for path in parts]
+        return {header.step: header for header in headers if header is not None and self.header(header.step) is None}
+
     def read(self, step: int) -> RolloutBatch | None:
         """Return a finished batch; None if there is none, or its end is missing."""
         try:
@@ -93,13 +107,13 @@ class RolloutFiles:
 
     def read_parts(self, header: BatchHeader) -> dict[tuple[int, int], Rollout]:
         """Return the rollouts of an unfinished batch by sample and answer, from all workers' files of this header."""
-        found = dict[tuple[int, int], Rollout]()
+        rollouts = dict[tuple[int, int], Rollout]()
         for path in sorted(self._folder.glob(f"batch-{header.step:08d}.rank-*.part.jsonl")):
             lines = list(_lines(path))
             if _header_of(lines) == header:
-                rollouts = map(_rollout_of, lines[1:])
-                found |= {(rollout.sample, rollout.answer): rollout for rollout in rollouts}
-        return found
+                for rollout in map(_rollout_of, lines[1:]):
+                    rollouts[rollout.sample, rollout.answer] = rollout
+        return rollouts
 
     def open_part(self, header: BatchHeader, rank: int) -> "PartWriter":
         """Return the file that a worker appends rollouts of a batch to."""
@@ -199,7 +213,12 @@ def to_lines(rollouts: Iterable[Rollout]) -> str:
 
 def from_lines(text: str) -> list[Rollout]:
     """Return the rollouts of JSON lines."""
-    return [_rollout_of(json.loads(line)) for line in text.splitlines()]
+    return from_rows(map(json.loads, text.splitlines()))
+
+
+def from_rows(rows: Iterable[Mapping[str, Any]]) -> list[Rollout]:
+    """Return the rollouts of parsed JSON lines."""
+    return [_rollout_of(row) for row in rows]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -212,6 +231,14 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         raise RunError(
             f"{path} is damaged: a line is not JSON", hint="remove it: its rollouts are sampled again"
         ) from None
+
+
+def _changed_ns(path: Path) -> int:
+    """Return when a file was last written to; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _rows(text: str) -> Iterator[dict[str, Any]]:

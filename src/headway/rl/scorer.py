@@ -8,9 +8,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
-from headway.errors import WorkerError
 from headway.recipe.rl import Rl
 from headway.rl.call_pool import CallPool, CallResult
 from headway.rl.rewards.answer import Answer
@@ -103,18 +102,3 @@ def with_environment(score: AnswerScore, given: AnswerScore | None) -> AnswerSco
         return score
     errors = [error for error in (given.error, score.error) if error is not None]
     return AnswerScore(score.reward + given.reward, {**score.terms, **given.terms}, "\n".join(errors) or None)
-
-
-def after_failure(
-    score: AnswerScore, policy: Literal["zero", "leave-out", "stop"], answer_name: str
-) -> AnswerScore | None:
-    """Return what `rl.if_reward_fails` makes of a score: the score, None to leave it out, or raise WorkerError."""
-    if score.error is None or policy == "zero":
-        return score
-    if policy == "leave-out":
-        return None
-    last = score.error.strip().splitlines()[-1]
-    raise WorkerError(
-        f"the reward of {answer_name} failed: {last}",
-        hint='rl.if_reward_fails = "zero" or "leave-out" continues without it',
-    )

@@ -8,6 +8,7 @@ the protocol. It does not import torch, and imports only what is named.
 
 import ctypes
 import importlib
+import inspect
 import io
 import json
 import os
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, RecipeError
 from headway.rl.environments import Turn, load_environment
 from headway.rl.environments.checked_reply import checked_reply
 from headway.rl.rewards import Answer, load_reward
@@ -31,6 +32,8 @@ MOST_PRINTED = 1 << 16
 """Characters of a process's rewards that reach the log; what they print afterwards is dropped."""
 MOST_ERROR = 8000
 """Characters of a traceback that are kept: its beginning and its end."""
+
+SIGNATURE = "def reward(answer, **args) -> float"
 
 
 class LimitedText(io.TextIOBase):
@@ -86,8 +89,24 @@ def _calls(start: dict[str, Any]) -> Callable[[Sequence[int], dict[str, Any]], I
     if "environment" in start:
         environment = load_environment(**start["environment"])
         return lambda terms, fields: (result(term, partial(take_turn, environment, fields)) for term in terms)
-    rewards = [(load_reward(term["name"]), term["args"]) for term in start["rewards"]]
+    rewards = [_ready_reward(term["name"], term["args"]) for term in start["rewards"]]
     return lambda terms, fields: score(rewards, terms, Answer(**fields))
+
+
+def _ready_reward(name: str, args: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return a reward that will take its arguments, and that this machine can run; raise HeadwayError otherwise."""
+    reward = load_reward(name)
+    try:
+        inspect.signature(reward).bind(None, **args)
+    except TypeError as error:
+        raise RecipeError(f"rl.rewards: {name} cannot be called with its args: {error}", hint=SIGNATURE) from None
+    except ValueError:  # native code may have no signature
+        pass
+    if name == "code":
+        from headway.rl.sandbox import check_sandbox  # only this reward needs it
+
+        check_sandbox()
+    return reward, args
 
 
 def score(

@@ -26,7 +26,7 @@ FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,}(-still)?\.safetensors$
 Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=512)]
 
 _MAX_CHUNK = 1 << 62  # format 1 had one checksum per piece
-_HINT = "remove that checkpoint's folder to use the one before it; headway checkpoint ls lists them"
+_HINT = "remove that checkpoint's folder to use the one before it; headway checkpoint ls RUN lists them"
 
 
 class _Entry(BaseModel):

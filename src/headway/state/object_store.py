@@ -40,6 +40,7 @@ _SPENT = re.compile(r" in ([\d.]+)(s|ms|µs|ns)(?:, after (\d+) retries)?")
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 _METADATA = re.compile(r"//169\.254\.|//metadata\.google")
 _NO_CREDENTIALS = "no credentials in the environment or from this machine's metadata service"
+_NO_BUCKET = "NoSuchBucket"
 _GUIDE = "docs/guides/object-stores.md lists the environment variables"
 _TRANSIENT = {408, 409, 425, 429}
 _TRANSIENT_CODES = {"RequestTimeout", "NoSuchUpload"}  # the latter if the response that ended an upload was lost
@@ -229,7 +230,7 @@ class ObjectStore:
         try:
             return bytes(obstore.get(_client(self._single), key).bytes())
         except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error):
+            if _NO_BUCKET in str(error):
                 raise
             return None
 
@@ -279,7 +280,8 @@ class ObjectStore:
         if required is not None and failure.status == 416:
             raise DamagedState(f"{self.name(required)} is damaged: it is too short")
         attempts = f" ({tries} tries)" if tries > 1 else ""
-        raise StateError(f"{failed}: {failure.reason}{attempts}", hint=_hint(failure))
+        missing = _NO_BUCKET in failure.reason  # a mistake in the url; a key that is missing may appear
+        raise StateError(f"{failed}: {failure.reason}{attempts}", hint=_hint(failure), usage=missing)
 
 
 class _Folder:

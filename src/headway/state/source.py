@@ -13,7 +13,7 @@ from headway.errors import DamagedState, StateError
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST = 1 << 30
-_HINT = "headway checkpoint ls lists all checkpoints; headway checkpoint verify finds the newest intact one"
+_HINT = "headway checkpoint ls RUN lists all checkpoints; headway checkpoint verify RUN finds the newest intact one"
 
 
 class CheckpointSource(ABC):

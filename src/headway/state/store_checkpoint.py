@@ -46,7 +46,6 @@ _FILE_KEY = re.compile(r"(step-(\d{8,})-[A-Za-z0-9._-]+)/[^/]+")
 _STILL_KEY = re.compile(rf"{_STILL}/[0-9a-f]{{32}}\.safetensors")
 _WRITER = re.compile(r"[A-Za-z0-9._-]+")
 _BUFFER_BYTES = 64 << 20
-_HINT = "headway checkpoint ls lists all checkpoints"
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the total."""
@@ -74,19 +73,21 @@ class StoreCheckpoint(CheckpointSource):
         self.location = store.name(_step_name(step))
         self._store, self._step = store, step
         self._content: bytes | None = None
+        ref = store.url
+        self._hint = f"headway checkpoint ls {ref} lists all checkpoints"
 
     def manifest(self) -> bytes:
         """See CheckpointSource."""
         self._content = self._store.find(_manifest_key(self._step))
         if self._content is None:
-            raise StateError(f"{self._store.url} has no checkpoint of step {self._step}", hint=_HINT, usage=True)
+            raise StateError(f"{self._store.url} has no checkpoint of step {self._step}", hint=self._hint, usage=True)
         return self._content
 
     def size(self, file: str) -> int:
         """See CheckpointSource."""
         key = self._key(file)
         if key not in self._sizes:
-            raise DamagedState(f"{self.name(file)} does not exist", hint=_HINT)
+            raise DamagedState(f"{self.name(file)} does not exist", hint=self._hint)
         return self._sizes[key]
 
     def read(self, file: str, begin: int, out: memoryview) -> None:
@@ -100,7 +101,7 @@ class StoreCheckpoint(CheckpointSource):
     def _key(self, file: str) -> str:
         key = self._keys.get(file)
         if not isinstance(key, str):
-            raise DamagedState(f"the manifest of {self.location} has no key for its file {file}", hint=_HINT)
+            raise DamagedState(f"the manifest of {self.location} has no key for its file {file}", hint=self._hint)
         return key
 
     @cached_property
@@ -358,4 +359,4 @@ def _verify_copy(source: StoreCheckpoint, manifest: CheckpointManifest, save: Pa
         message = error.message
         for name in manifest.files:
             message = message.replace(str(save.partial / name), source.name(name))
-        raise DamagedState(message.replace(str(save.partial), source.location), hint=_HINT) from error
+        raise DamagedState(message.replace(str(save.partial), source.location), hint=source._hint) from error

@@ -140,7 +140,7 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
             usage=True,
         )
     mode = new_run_mode()
-    create_root(root)
+    create_private_folder(root)
     while True:
         run = RunFolder(root / (name or f"{recipe_name}-{secrets.token_hex(2)}"))
         try:
@@ -161,13 +161,13 @@ def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFold
         return run
 
 
-def create_root(root: Path) -> None:
-    """Create the folder of all runs as private as they are; an existing one stays as it is."""
+def create_private_folder(folder: Path) -> None:
+    """Create the folder of all runs, or one beside them, as private as they are; an existing one stays as it is."""
     mode = new_run_mode()
     with suppress(OSError):  # an error is reported by whoever writes into it
-        root.parent.mkdir(parents=True, exist_ok=True)
-        root.mkdir(PRIVATE)
-        root.chmod(mode)  # whatever the umask is
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(PRIVATE)
+        folder.chmod(mode)  # whatever the umask is
 
 
 def _taken_hint(run: RunFolder) -> str:
@@ -258,7 +258,7 @@ def _active(run: RunFolder) -> int:
 def set_aside(run: RunFolder) -> RunFolder:
     """Move a run out of the way of its name, to `.failed`; return its folder there."""
     folder = run.path.parent / FAILED
-    folder.mkdir(exist_ok=True)
+    create_private_folder(folder)
     for number in itertools.count(1):
         target = folder / (run.name if number == 1 else f"{run.name}{_COPY}{number}")
         try:

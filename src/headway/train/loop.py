@@ -6,7 +6,7 @@ result. The host never waits for the device to read a loss: results return throu
 chain and the record. A step is saved only after the numbers of every step up to it have returned and are fine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from headway.models.experts import update_balance
 from headway.parallel import finish_gradients, total_norm
 from headway.parallel.objective import SumScale, loss_of
 from headway.recipe.assignment import SuspectElement
+from headway.rl.advantages import effective_sample_share
 from headway.state.tiers import tiers_at, tiers_at_end
 from headway.track import chain
 from headway.train.build import Parts, RunProgress
@@ -181,7 +182,7 @@ def record(
         times["checkpoint"] = int(result.note["waited"]() * 1e9)
     if parts.world.first:
         counts = {"tokens": result.note["tokens"]} | ({"trained": result.note["trained"]} if parts.feed.masks else {})
-        named = named_metrics(parts.objective.names, metrics, result.note["counts"])
+        named = with_sample_size(named_metrics(parts.objective.names, metrics, result.note["counts"]))
         named |= {**result.note["metrics"], "loss": loss, "grad_norm": norm, "lr": result.note["lr"]}
         parts.recorder.event("step", **times, **named, **counts, cursor=cursor, chain=after.chain)
         if parts.callbacks.step(step, named):
@@ -191,7 +192,7 @@ def record(
     # A bad step is recorded too, for people to see. A later attempt starts before it and rolls it back.
     bad = watch.look(step, loss, norm)
     if bad is not None:
-        raise BadNumbers(bad, first, max(cursor - first, 1))
+        raise BadNumbers(bad, first, max(cursor - first, 1), parts.run)
     return after, StepRequests(wanted.stop or stop > 0, wanted.save or save > 0, full > 0)
 
 
@@ -229,6 +230,14 @@ def reported(parts: Parts, values: Tensor) -> list[Tensor]:
 def named_metrics(names: Sequence[str], values: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
     """Return an objective's values by name, without those of nothing."""
     return {name: value for name, value, count in zip(names, values, counts, strict=False) if count}
+
+
+def with_sample_size(named: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics with the effective sample size, as a share of the tokens, in place of squared ratios."""
+    if "ratio_squared" not in named:
+        return dict(named)
+    rest = {name: value for name, value in named.items() if name != "ratio_squared"}
+    return rest | {"effective_samples": effective_sample_share(named["ratio"], named["ratio_squared"])}
 
 
 def compare(parts: Parts, replicas: ReplicaChecker, step: int) -> None:

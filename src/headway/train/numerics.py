@@ -17,6 +17,7 @@ from typing import Literal
 from headway.errors import HeadwayError
 from headway.recipe.assignment import SpikeReference
 from headway.recipe.schema import Health
+from headway.track import RunFolder
 
 NORMAL = 1.4826
 """A normal distribution's standard deviation over its median absolute deviation."""
@@ -46,12 +47,13 @@ class BadStep:
 class BadNumbers(HeadwayError):
     """A step has bad numerics; `cursor` is its first sample."""
 
-    def __init__(self, bad: BadStep, cursor: int, batch: int) -> None:
+    def __init__(self, bad: BadStep, cursor: int, batch: int, run: RunFolder) -> None:
         message = f"the {bad.what} of step {bad.step} is {bad.value:.6g}"
         if bad.kind == "spike":
             message += f", far above the usual {bad.usual:.4g} (z = {bad.z:.3g})"
         key = "health.if_spike" if bad.kind == "spike" else "health.if_not_finite"
-        super().__init__(message, hint=f"if it recurs in a replay, {key} decides: headway resume RUN --set {key}=skip")
+        skip = run.command("resume", f"--set {key}=skip")
+        super().__init__(message, hint=f"{skip} skips its samples; a lower train.lr in a new run may help, too")
         self.kind, self.step, self.value, self.cursor = bad.kind, bad.step, bad.value, cursor
         self.usual, self.spread = bad.usual, bad.spread
         window = (cursor, cursor + batch)

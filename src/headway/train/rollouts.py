@@ -28,7 +28,7 @@ from headway.parallel.objective import DeviceBatch
 from headway.recipe import Recipe
 from headway.recipe.policy import PolicyGradient
 from headway.rl.groups import Group, advantages_of, chosen, groups_of, metrics_of, shares
-from headway.rl.packing import PackedAnswers, pack_answers, per_answer
+from headway.rl.packing import PackedAnswers, divergence_sums, pack_answers, per_answer
 from headway.rl.rewards import Answer
 from headway.rl.rollout import Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, from_lines, to_lines
@@ -290,9 +290,9 @@ class RolloutFeed:
         taken_off = None
         if self._policy.kl_in == "reward" and self._policy.kl != "none":
             taken_off = [
-                row
-                for part, rows, columns in zip(parts, packed, scores, strict=True)
-                for row in _divergences(part, rows, columns, self._policy.kl_weight)
+                self._policy.kl_weight * of_answer
+                for rows, columns in zip(packed, scores, strict=True)
+                for of_answer in divergence_sums(rows, columns[PROXIMAL], columns[REFERENCE_LOGPROBS], self._policy.kl)
             ]
         values = advantages_of(groups, self._policy, taken_off)
         lessons, done = list[_Lesson](), 0
@@ -394,19 +394,3 @@ def _padding(batch: Batch) -> np.ndarray:
 
 def _answers(groups: Sequence[Group]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts]
-
-
-def _divergences(
-    groups: Sequence[Group], packed: PackedAnswers, columns: dict[str, np.ndarray], weight: float
-) -> list[list[float]]:
-    """Return what a divergence from the reference takes off each reward: its first estimator, summed over tokens."""
-    labels = packed.batch.labels != MASKED
-    gap = np.where(labels, columns[PROXIMAL].astype(np.float64) - columns[REFERENCE_LOGPROBS], 0.0)
-    assert packed.batch.documents is not None
-    answers = packed.batch.columns["answer"]
-    sums = np.zeros(int(answers.max(initial=-1)) + 2)
-    rows = np.arange(len(gap))[:, None]
-    padded = np.concatenate([answers, np.full((len(answers), 1), -1)], axis=1)
-    np.add.at(sums, padded[rows, packed.batch.documents], gap)
-    values = iter((weight * sums).tolist())
-    return [[next(values) for _ in group.rollouts] for group in groups]

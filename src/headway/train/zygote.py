@@ -7,7 +7,6 @@ repeats those, and ends with `listed` (living). When the agent closes its end, t
 """
 
 import contextlib
-import ctypes
 import gc
 import os
 import select
@@ -22,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.state import Channel, ChannelClosed, Message
+from headway.state.parent_process import end_with_parent
 
-PR_SET_PDEATHSIG = 1
 REMEMBERED = 256
 """Exits that are repeated to a new agent."""
 
@@ -96,7 +95,7 @@ def _fork(agent: Channel, family: _Family, request: Message, work: Any, own_desc
         for fd in own_descriptors:
             os.close(fd)
         agent.close()
-        _die_with(parent)
+        end_with_parent(signal.SIGKILL, parent)
         (descriptor,) = request.descriptors
         code = work(Channel(socket.socket(fileno=descriptor)))
     except BaseException:
@@ -107,14 +106,6 @@ def _fork(agent: Channel, family: _Family, request: Message, work: Any, own_desc
             sys.stderr.flush()
         # A regular exit would run the zygote's exit handlers a second time.
         os._exit(code)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the zygote dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _list(agent: Channel, family: _Family) -> None:

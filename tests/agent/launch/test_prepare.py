@@ -7,9 +7,10 @@ import pytest
 
 from headway.agent import new_run, resume_run
 from headway.agent.launch.prepare import idle_settings, new_positions, nodes_before
-from headway.errors import UsageError
+from headway.errors import StateError, UsageError
 from headway.hardware import Devices
 from headway.recipe import Recipe
+from headway.state.object_store import ObjectStore
 from headway.track import Recorder, RunFolder, record_path
 
 GPUS = Devices("cuda", 8, "NVIDIA H200")
@@ -40,6 +41,22 @@ def test_sequences_beyond_the_positions_of_the_first_weights_are_noted(recipe, t
 
     assert new_positions(started(128)) == new_positions(first) == []
     assert new_positions(started(256)) == ["data.seq is 256, but base takes 128 tokens: later positions are new to it"]
+
+
+@pytest.mark.parametrize("usage", [True, False], ids=["missing bucket", "store that is down"])
+def test_run_does_not_start_with_a_bucket_that_is_missing(recipe, tmp_path: Path, monkeypatch, usage: bool) -> None:
+    def fail(_store: ObjectStore, _prefix: str = "") -> None:
+        raise StateError("it could not be listed", usage=usage)
+
+    monkeypatch.setattr(ObjectStore, "list", fail)
+    stored = recipe({"checkpoint.store": {"url": f"file://{tmp_path}/store"}})
+    if usage:
+        with pytest.raises(StateError):
+            new_run(stored, tmp_path / "runs", workers=1)
+        assert not (tmp_path / "runs").exists()
+    else:
+        started = new_run(stored, tmp_path / "runs", workers=1)
+        assert started.notes == ["nothing can be uploaded yet: it could not be listed"]
 
 
 def record_start(run: RunFolder, number: int, workers: int, **more: Any) -> None:

@@ -15,8 +15,8 @@ from headway.agent.nodes.leave import effect_of_leaving, node_of_machine
 from headway.agent.nodes.members import unreachable_member
 from headway.agent.supervise.recover import NodeCapacity
 from headway.cli.agent import leave
-from headway.errors import UsageError
-from headway.track import account, read_run
+from headway.errors import RunError, UsageError
+from headway.track import Recorder, account, create_run, read_run, record_path
 
 TWO, ONE_OR_TWO = (2,), (1, 2)
 
@@ -104,6 +104,14 @@ def test_node_that_cannot_be_replaced_may_not_leave(two_of_three: Led, tmp_path:
         assert text in errors[-1].message
         assert "nodes of the run: n0, n1" in (errors[-1].hint or "")
     assert two_of_three.group.leaving_with_workers() == ()
+
+
+def test_no_node_leaves_a_run_that_is_over(tmp_path: Path) -> None:
+    run = create_run(tmp_path, "r", "r")
+    with Recorder(record_path(run.events, 1, "agent"), attempt=1, process="agent") as recorder:
+        recorder.event("end", outcome="finished", reason="all steps done")
+    with pytest.raises(RunError, match="run r is not running: it has finished"):
+        leave(run="r", runs=tmp_path)
 
 
 def test_leading_node_is_told_how_another_comes_to_lead(two_of_three: Led, tmp_path: Path) -> None:

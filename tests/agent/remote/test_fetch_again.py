@@ -1,6 +1,7 @@
 """A run that is fetched from its store again and again: only what is new is read, and nothing stays missing."""
 
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def test_only_new_objects_are_read(remote: RunFolder, url: str, tmp_path: Path, 
     grow(remote, url, "one\n")
     here = fetch_run(url, tmp_path / "here")
     assert "folder/tokenizer.json" in keys_read
+    assert stat.S_IMODE((tmp_path / "here").stat().st_mode) == 0o700, "a folder of runs that is new"
     keys_read.clear()
     fetch_run(url, tmp_path / "here")
     assert keys_read == ["folder/id"]

@@ -208,8 +208,9 @@ def test_damaged_piece_is_named(run: RunFolder, tmp_path: Path, content: bytes) 
 
 
 def test_fetch_refuses_a_missing_run_and_a_folder_of_another(run: RunFolder, url: str, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=f"there is no run at {url}"):
+    with pytest.raises(RunError, match=f"there is no run at {url}") as missing:
         fetch_run(url, tmp_path / "here")
+    assert (missing.value.hint or "").endswith(f": {url.rpartition('/')[0]}/RUN")
     put_folder(run, open_store(url))
     run_id(create_run(tmp_path / "here", "r", "r"))
     with pytest.raises(RunError, match="there is another run r in"):

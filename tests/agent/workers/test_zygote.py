@@ -29,11 +29,13 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 def test_killed_agent_leaves_no_process(recipe, tmp_path: Path) -> None:
     command = [sys.executable, "-c", AGENT, recipe().model_dump_json(), str(tmp_path)]
-    agent = subprocess.Popen(command)
+    agent = subprocess.Popen(command, env={key: value for key, value in os.environ.items() if "ONEDNN" not in key})
     events = tmp_path / "r" / "events" / "0001-rank-0.jsonl"
     eventually(lambda: events.exists() and b'"step":1' in events.read_bytes(), poll_s=0.05)
     processes = eventually(lambda: living if len(living := descendants(agent.pid)) >= 5 else [], poll_s=0.05)
     assert len(processes) == 5, "a zygote, two workers, two spares"
+    # On ARM each would leave a /tmp/perf-PID.map.
+    assert {process.environ().get("ONEDNN_JIT_PROFILE") for process in processes} == {"0"}
     agent.kill()
     agent.wait()
     exited, alive = psutil.wait_procs(processes, timeout=CEILING_S)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -252,6 +253,18 @@ def test_cancel_of_a_running_job(harness: EngineHarness) -> None:
     status = harness.over(job)
     assert (status.state, status.starts) == ("cancelled", 1)
     assert (request.folder / "signalled").exists()
+
+
+def test_files_of_a_job_are_as_private_as_its_folder(harness: EngineHarness) -> None:
+    request = harness.request("mkdir made; echo >made/file; echo >mark; exec sleep 1000")
+    request.folder.chmod(0o700)
+    job = harness.engine.launch(request)
+    appears(request.folder / "mark")
+    harness.engine.cancel(job)
+    harness.over(job)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in request.folder.rglob("*")}
+    assert request.folder / "made/file" in modes
+    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
 
 
 def test_cancel_kills_a_job_that_ignores_signals(harness: EngineHarness) -> None:

@@ -37,7 +37,7 @@ def test_doctor_reports_what_a_real_slurm_lacks(tmp_path: Path, monkeypatch: pyt
     assert not good["AccountingStorageType"]
     assert not good["KillWait"]
     assert "partition short" in good
-    assert any("RequeueExit = (null)" in line for line in lines)
+    assert any("RequeueExit = not set" in line for line in lines)
     assert max(map(len, lines)) <= 80
 
 

@@ -108,6 +108,7 @@ def test_key_changes_with_packages_and_sources(tmp_path: Path, venv: Path) -> No
 def test_archive_is_written_once_with_its_digest(tmp_path: Path, venv: Path) -> None:
     packed = staging.venv_archive(tmp_path / "runs", venv, python_path=str(tmp_path / "none"))
     staging.write_archive(packed, "/tmp")
+    assert [path for path in (packed.folder, *packed.folder.iterdir()) if path.stat().st_mode & 0o077] == []
     written = packed.archive.stat().st_mtime_ns
     staging.write_archive(packed, "/tmp")
     assert packed.archive.stat().st_mtime_ns == written

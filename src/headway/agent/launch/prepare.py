@@ -39,7 +39,6 @@ from headway.recipe.lora import adapted_layers
 from headway.recipe.objective import CustomObjective, Reward
 from headway.recipe.patterns import matched
 from headway.recipe.upgrade import upgrade_recipe
-from headway.rl.check import check_rl
 from headway.state import find_checkpoint, list_checkpoints
 from headway.state.address import is_in_store, open_address
 from headway.state.base_weights import base_digest, check_base
@@ -69,6 +68,7 @@ from headway.track import (
     write_plan,
 )
 from headway.track.access import umask_of
+from headway.track.runs import is_set_aside
 
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
 VOCABULARY_MULTIPLE = 64
@@ -95,6 +95,8 @@ def new_run(
     if isinstance(recipe.objective, CustomObjective) and on is None:  # other machines may have other packages
         check_class(recipe.objective.class_, "objective.class")
     if recipe.rl is not None and on is None:
+        from headway.rl.check import check_rl  # its imports take as long as the rest of a start
+
         check_rl(recipe.rl)
     recipe = resolve_recipe(recipe, root)
     available = on or devices(recipe.train.device)
@@ -175,9 +177,10 @@ def resume_run(
     new = with_settings(old, settings)
     if mesh is not None:
         new = new.model_copy(update={"parallel": mesh})
-    root = run.path.parent
+    root = run.path.parent.parent if is_set_aside(run) else run.path.parent
     reached = summarize(run).step
-    check_resumable(old, new, run.name, reached, lambda words: command(root, "train", words))
+    saved = new.checkpoint.store is not None or bool(list_checkpoints(run.checkpoints))
+    check_resumable(old, new, run.name if saved else None, reached, lambda words: command(root, "train", words))
     new = _same_data(new, run)
     if new.eval != old.eval:
         new = new.model_copy(update={"eval": resolve_tasks(new.eval)})
@@ -253,7 +256,7 @@ def _check_nodes(nodes: int, workers: int) -> None:
 
 
 def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
-    """Check that the recipe's object store can be opened; return a note if it does not answer yet."""
+    """Check that the recipe's object store can be opened, and has its bucket; return a note if it does not answer."""
     rules = recipe.checkpoint.store
     if rules is None:
         return []
@@ -264,7 +267,9 @@ def check_store(recipe: Recipe, ask: bool = True) -> list[str]:
         if ask:
             store.list("headway-probe")
     except StateError as error:
-        return [f"the object store does not answer yet: {error.message}"]
+        if error.usage:
+            raise
+        return [f"nothing can be uploaded yet: {error.message}"]
     return []
 
 

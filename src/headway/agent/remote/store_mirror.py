@@ -40,6 +40,7 @@ from headway.state.object_store import ObjectStore, open_store
 from headway.state.store_checkpoint import list_remote
 from headway.track import RunFolder, lock_holder, write_json
 from headway.track.access import PRIVATE, new_run_mode, umask_of
+from headway.track.runs import create_private_folder
 
 FOLDER, RECORDS, SAID = RUN_FILES, "records", "said"
 LOOK_S = 2.0
@@ -212,7 +213,7 @@ def fetch_run(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
         raise RunError(f"there is another run {run.name} in {root}", hint="name another folder with --runs")
     try:
         if not run.path.exists():
-            root.mkdir(parents=True, exist_ok=True)
+            create_private_folder(root)
             run.path.mkdir(mode=PRIVATE)
             run.path.chmod(new_run_mode())
         with umask_of(run.path):
@@ -254,9 +255,10 @@ def _no_run(url: str, name: str, store: ObjectStore) -> RunError:
     needs another name, since the old one owns the address."""
     steps = [entry.step for entry in list_remote(store)]
     if not steps:
-        return RunError(
-            f"there is no run at {url}", hint="use checkpoint.store.url and the run's name: s3://bucket/RUN", usage=True
-        )
+        bucket = url.partition("://")[2].rstrip("/")
+        around = url.rpartition("/")[0] if "/" in bucket else url
+        hint = f"use checkpoint.store.url and the run's name: {around}/RUN"
+        return RunError(f"there is no run at {url}", hint=hint, usage=True)
     which = f"checkpoint {steps[0]} exists" if len(steps) == 1 else f"checkpoints {steps[0]}-{steps[-1]} exist"
     return RunError(
         f"no run metadata at {url}, but {which}",

@@ -1,6 +1,7 @@
 """Runs as jobs of an engine: submit, cancel, requeue, and their states."""
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -24,7 +25,7 @@ from headway.recipe import Recipe, with_settings
 from headway.state.handshake import KEY_VARIABLE
 from headway.track import RunFolder, command, list_runs, lock_holder, read_plan, read_recipe, run_id, summarize
 from headway.track.access import umask_of
-from headway.track.runs import create_root
+from headway.track.runs import create_private_folder
 from headway.track.suspects import read_suspects
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def submit_run(
         url = need_store(recipe, name or recipe.name)
         _check_key(cluster.nodes + spares)
         check_store(url)  # before anything is created
-    create_root(root)
+    create_private_folder(root)
     started = reach_engine(engine, root)
     # Before the run is created: it takes long the first time.
     pack_code(engine, root.absolute())
@@ -189,7 +190,11 @@ def provisional_run(
     on = Devices(kind, cluster.devices, cluster.chip.name)  # type: ignore[arg-type]
     has_mesh = recipe.parallel is not None and recipe.parallel.shard is not None
     workers = cluster.nodes if kind == "cpu" and not has_mesh else None  # one per machine by default
-    attempt = new_run(recipe, root.absolute(), name=name, on=on, workers=workers, nodes=cluster.nodes)
+    try:
+        attempt = new_run(recipe, root.absolute(), name=name, on=on, workers=workers, nodes=cluster.nodes)
+    except HeadwayError as error:
+        error.hint = _in_terms_of_on(error.hint, "GPUs" if kind == "cuda" else "machines" if workers else "cores")
+        raise
     try:
         with umask_of(attempt.run):
             yield attempt
@@ -199,6 +204,11 @@ def provisional_run(
     finally:
         if not keep:
             shutil.rmtree(attempt.folder.path, ignore_errors=True)
+
+
+def _in_terms_of_on(hint: str | None, unit: str) -> str | None:
+    """A hint of `headway train` for `headway submit`, where `--on` sets the number of workers: pure."""
+    return hint and re.sub(r"--workers (\d+(?: or \d+)?)", rf"\1 {unit} in --on", hint)
 
 
 # -- jobs of runs

@@ -24,6 +24,8 @@ from pathlib import Path
 from headway.cluster.engines.scripts import replace_file
 from headway.cluster.submit.provenance import sources
 from headway.errors import UsageError
+from headway.track.access import umask_of
+from headway.track.runs import create_private_folder
 
 LARGEST_OUTSIDE = 512 * 2**20
 """Bytes of a folder outside of the environment: a larger one holds more than code."""
@@ -70,8 +72,8 @@ def venv_archive(runs: Path, venv: Path | None = None, python_path: str | None =
 
 def write_archive(packed: VenvArchive, stage_to: str) -> None:
     """Write the archive, unless it exists, and its script."""
-    packed.folder.mkdir(parents=True, exist_ok=True)
-    with (packed.folder / "lock").open("w") as lock:
+    create_private_folder(packed.folder)
+    with umask_of(packed.folder), (packed.folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not packed.digest.exists():
             partial = packed.archive.with_suffix(".partial")

@@ -49,7 +49,7 @@ from headway.hardware import Cluster, default_cluster, devices, known_chip, pars
 from headway.recipe import Recipe, load_recipe
 from headway.track import RunFolder, command, run_id, write_json
 from headway.track.access import new_run_mode, umask_of
-from headway.track.runs import create_root
+from headway.track.runs import create_private_folder
 
 FORMAT = 1
 RECORD, READY, MAKING, OF_RUN = "sweep.json", "ready.json", "making.json", "sweep.json"
@@ -373,7 +373,8 @@ def _check_names(wanted: SweepRequest, root: Path) -> None:
 @contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
     """Hold the lock of a file, and wait for it if necessary."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with umask_of(path.parent):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -385,10 +386,11 @@ def exclusive_lock(path: Path) -> Iterator[None]:
 def _sweeps_lock(root: Path) -> Iterator[None]:
     """Create sweeps one at a time, so that the creator of an unsubmitted one must be dead."""
     folder = root / ".sweeps"
-    create_root(root)
+    create_private_folder(root)
+    create_private_folder(folder)
     with ExitStack() as stack:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
             stack.enter_context(exclusive_lock(folder / "lock"))
         except OSError as error:
             raise RunError(f"cannot write into {folder}: {error.strerror}", hint="choose another --runs") from None

@@ -27,6 +27,7 @@ from headway.inference.load import ModelSource
 from headway.inference.server.app import make_app
 from headway.inference.server.service import EngineService
 from headway.inference.text_engine import EngineOptions, TextEngine
+from headway.state.parent_process import end_with_parent
 
 DRAIN_S = 30
 """How long requests under way may take once the server is told to end."""
@@ -164,10 +165,11 @@ def _report(service: EngineService) -> None:
 
 
 def _say(**facts: Any) -> None:
-    print(json.dumps(facts), flush=True)
+    with contextlib.suppress(BrokenPipeError):  # the command has been killed; requests under way still finish
+        print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":
+    end_with_parent(signal.SIGTERM, *map(int, sys.argv[1:]))
     status = main()
-    sys.stdout.flush()
     os._exit(status)  # tearing down torch takes seconds, and nothing is left to write

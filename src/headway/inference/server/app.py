@@ -1,16 +1,15 @@
 """The server's routes: OpenAI's completions and chats, health and metrics."""
 
 import asyncio
-import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,8 +20,9 @@ from headway.inference.engine import TokenLogprobs
 from headway.inference.params import SamplingParams
 from headway.inference.server.metrics import Metrics
 from headway.inference.server.protocol import ChatRequest, CompletionRequest
-from headway.inference.server.responses import Choice, chat_logprobs, completion_logprobs, head, usage
+from headway.inference.server.responses import Choice, chat_logprobs, completion_logprobs, error_body, head, usage
 from headway.inference.server.service import Draining, EngineService, Overloaded
+from headway.inference.server.streams import all_of, event_stream, merged, unless_gone
 from headway.inference.text_engine import encoded
 
 MOST_BYTES = 32 << 20
@@ -104,6 +104,10 @@ class _Routes:
             raise HTTPException(404, f"model {model!r} is not served here; {served} {verb}")
         return None if model in (None, self.name) else model
 
+    def shows_ids(self, body: CompletionRequest | ChatRequest) -> bool:
+        """Whether an answer has token ids: if they are asked for, and where a model has no tokenizer."""
+        return self.engine.loaded.tokenizer is None if body.return_token_ids is None else body.return_token_ids
+
     # -- completions
 
     async def completions(self, body: CompletionRequest, request: Request) -> Any:
@@ -120,8 +124,8 @@ class _Routes:
         prompts = [self._completion_prompt(prompt, params, adapter, asked) for prompt in body.prompts]
         request_id = f"cmpl-{secrets.token_hex(12)}"
         if body.stream:
-            return await _event_stream(self._stream_completions(request_id, body, prompts))
-        return await _unless_gone(request, self._whole_completions(request_id, body, prompts))
+            return await event_stream(self._stream_completions(request_id, body, prompts))
+        return await unless_gone(request, self._whole_completions(request_id, body, prompts))
 
     def _completion_prompt(
         self, prompt: str | list[int], params: SamplingParams, adapter: str | None, asked: bool
@@ -138,7 +142,7 @@ class _Routes:
     async def _whole_completions(
         self, request_id: str, body: CompletionRequest, prompts: list[_Prompt]
     ) -> dict[str, Any]:
-        finished = await _all([self._collect(prompt) for prompt in prompts])
+        finished = await all_of([self._collect(prompt) for prompt in prompts])
         choices, output_tokens = [], 0
         for prompt, (outputs, noted) in zip(prompts, finished, strict=True):
             for output in outputs:
@@ -163,16 +167,18 @@ class _Routes:
             text, ids, offset = prompt.text + text, [*prompt.ids, *ids], 0
             rows = [*(noted or ()), *rows]
         logprobs = None if body.logprobs is None else completion_logprobs(self.engine, ids, rows, offset)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish}
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish}
+        sampled = [] if body.max_tokens == 0 else output.token_ids
+        return choice | ({"prompt_token_ids": prompt.ids, "token_ids": sampled} if self.shows_ids(body) else {})
 
     async def _stream_completions(
         self, request_id: str, body: CompletionRequest, prompts: list[_Prompt]
     ) -> AsyncIterator[dict[str, Any]]:
         top = head(request_id, "text_completion", body.model or self.name)
         count, output_tokens = prompts[0].params.n, 0
-        echoed = set[int]()
+        begun = set[int]()
         offsets: dict[int, int] = {}
-        async with aclosing(_merged([self.service.stream(p.ids, p.params, p.adapter) for p in prompts])) as parts:
+        async with aclosing(merged([self.service.stream(p.ids, p.params, p.adapter) for p in prompts])) as parts:
             async for number, part in parts:
                 prompt, output = prompts[number], part.output
                 index = number * count + output.index
@@ -181,16 +187,19 @@ class _Routes:
                 output_tokens += len(ids)
                 if body.max_tokens == 0:
                     text, ids, rows = "", [], []
-                if body.echo and index not in echoed:
-                    echoed.add(index)
+                choice: dict[str, Any] = {"token_ids": ids} if self.shows_ids(body) else {}
+                if index not in begun and choice:
+                    choice["prompt_token_ids"] = prompt.ids
+                if body.echo and index not in begun:
                     text, ids = prompt.text + text, [*prompt.ids, *ids]
                     rows = [*(output.prompt_logprobs or ()), *rows]
+                begun.add(index)
                 logprobs = None
                 if body.logprobs is not None:
                     offset = offsets.get(index, 0 if body.echo else len(prompt.text))
                     logprobs = completion_logprobs(self.engine, ids, rows, offset)
                     offsets[index] = offset + sum(len(token) for token in logprobs["tokens"])
-                choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish}
+                choice |= {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish}
                 yield top | {"choices": [choice]} | ({"usage": None} if body.include_usage else {})
         if body.include_usage:
             yield top | {"choices": [], "usage": usage(sum(len(p.ids) for p in prompts), output_tokens)}
@@ -216,8 +225,8 @@ class _Routes:
         prompt = _Prompt(encoded(tokenizer, text), text, params, adapter)
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         if body.stream:
-            return await _event_stream(self._stream_chat(request_id, body, prompt))
-        return await _unless_gone(request, self._whole_chat(request_id, body, prompt))
+            return await event_stream(self._stream_chat(request_id, body, prompt))
+        return await unless_gone(request, self._whole_chat(request_id, body, prompt))
 
     async def _whole_chat(self, request_id: str, body: ChatRequest, prompt: _Prompt) -> dict[str, Any]:
         outputs, _ = await self._collect(prompt)
@@ -228,15 +237,20 @@ class _Routes:
                 "logprobs": chat_logprobs(self.engine, output.token_ids, output.logprobs) if body.logprobs else None,
                 "finish_reason": output.finish,
             }
+            | ({"token_ids": output.token_ids} if self.shows_ids(body) else {})
             for output in outputs
         ]
         counted = usage(len(prompt.ids), sum(len(output.token_ids) for output in outputs))
-        return head(request_id, "chat.completion", body.model or self.name) | {"choices": choices, "usage": counted}
+        top = head(request_id, "chat.completion", body.model or self.name) | self._prompt_ids(body, prompt)
+        return top | {"choices": choices, "usage": counted}
+
+    def _prompt_ids(self, body: ChatRequest, prompt: _Prompt) -> dict[str, Any]:
+        return {"prompt_token_ids": prompt.ids} if self.shows_ids(body) else {}
 
     async def _stream_chat(self, request_id: str, body: ChatRequest, prompt: _Prompt) -> AsyncIterator[dict[str, Any]]:
         top = head(request_id, "chat.completion.chunk", body.model or self.name)
         extra: dict[str, Any] = {"usage": None} if body.include_usage else {}
-        begun, output_tokens = set[int](), 0
+        begun, output_tokens, first = set[int](), 0, True
         async with aclosing(self.service.stream(prompt.ids, prompt.params, prompt.adapter)) as parts:  # type: ignore[type-var]
             async for part in parts:
                 output = part.output
@@ -249,7 +263,10 @@ class _Routes:
                 if body.logprobs and output.logprobs is not None and output.token_id is not None:
                     logprobs = chat_logprobs(self.engine, [output.token_id], [output.logprobs])
                 choice = {"index": output.index, "delta": delta, "logprobs": logprobs, "finish_reason": output.finish}
-                yield top | {"choices": [choice]} | extra
+                if self.shows_ids(body):
+                    choice["token_ids"] = [] if output.token_id is None else [output.token_id]
+                yield top | {"choices": [choice]} | extra | (self._prompt_ids(body, prompt) if first else {})
+                first = False
         if body.include_usage:
             yield top | {"choices": [], "usage": usage(len(prompt.ids), output_tokens)}
 
@@ -263,94 +280,7 @@ class _Routes:
         return choices, noted
 
 
-# -- streams and clients that leave
-
-
-async def _event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Stream server-sent events. The first is awaited here, so that a refused request has a status of its own."""
-    first = await anext(events, None)
-
-    async def lines() -> AsyncIterator[str]:
-        async with aclosing(events):  # type: ignore[type-var]
-            if first is not None:
-                yield f"data: {json.dumps(first)}\n\n"
-            try:
-                async for event in events:
-                    yield f"data: {json.dumps(event)}\n\n"
-            except HeadwayError as error:
-                yield f"data: {json.dumps(_error(error.message, 'server_error'))}\n\n"
-            yield "data: [DONE]\n\n"
-
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Any:
-    """Return the answer; if the client disconnects before, cancel the work."""
-    answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            answer.cancel()
-            await asyncio.gather(answer, return_exceptions=True)
-            return PlainTextResponse("", status_code=499)
-        return JSONResponse(answer.result())
-    finally:
-        gone.cancel()
-        answer.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _all(works: list[Awaitable[Any]]) -> list[Any]:
-    """Await all; when one fails, cancel the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _merged(streams: list[AsyncIterator[Any]]) -> AsyncIterator[tuple[int, Any]]:
-    """Yield (number of the stream, output) as they come."""
-    outputs: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
-
-    async def pump(number: int, stream: AsyncIterator[Any]) -> None:
-        async with aclosing(stream):  # type: ignore[type-var]
-            try:
-                async for output in stream:
-                    outputs.put_nowait((number, output))
-            except HeadwayError as error:
-                outputs.put_nowait((number, error))
-            else:
-                outputs.put_nowait((number, None))
-
-    tasks = [asyncio.ensure_future(pump(number, stream)) for number, stream in enumerate(streams)]
-    try:
-        left = len(tasks)
-        while left:
-            number, output = await outputs.get()
-            if isinstance(output, HeadwayError):
-                raise output
-            if output is None:
-                left -= 1
-            else:
-                yield number, output
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 # -- errors, keys and sizes
-
-
-def _error(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
 async def _invalid(_: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
@@ -367,25 +297,27 @@ async def _invalid(_: Request, error: RequestValidationError | ValidationError) 
         message = "prompt: this is neither text nor token ids, nor a list of them"
     elif name == "messages" and mistake["type"] == "list_type":
         message = "messages: this is no list of messages"
+    elif name and mistake["type"] in ("dict_type", "model_attributes_type"):
+        message = f"{name}: this is no JSON object"
     else:
         message = f"{name}: {what_is_wrong(mistake)}" if name else what_is_wrong(mistake)
-    return JSONResponse(_error(message, "invalid_request_error", name), status_code=400)
+    return JSONResponse(error_body(message, "invalid_request_error", name), status_code=400)
 
 
 async def _refused(_: Request, error: HeadwayError) -> JSONResponse:
     message = error.message if error.hint is None else f"{error.message}; {error.hint}"
     if isinstance(error, Overloaded):
-        return JSONResponse(_error(message, "rate_limit_error"), status_code=429, headers={"Retry-After": "1"})
+        return JSONResponse(error_body(message, "rate_limit_error"), status_code=429, headers={"Retry-After": "1"})
     if isinstance(error, Draining):
-        return JSONResponse(_error(message, "server_error"), status_code=503, headers={"Retry-After": "5"})
+        return JSONResponse(error_body(message, "server_error"), status_code=503, headers={"Retry-After": "5"})
     if isinstance(error, RequestError | ModelError):
-        return JSONResponse(_error(message, "invalid_request_error"), status_code=400)
-    return JSONResponse(_error(message, "server_error"), status_code=500)
+        return JSONResponse(error_body(message, "invalid_request_error"), status_code=400)
+    return JSONResponse(error_body(message, "server_error"), status_code=500)
 
 
 async def _http(_: Request, error: HTTPException) -> JSONResponse:
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return JSONResponse(_error(str(error.detail), kind), status_code=error.status_code, headers=error.headers)
+    return JSONResponse(error_body(str(error.detail), kind), status_code=error.status_code, headers=error.headers)
 
 
 class _Guard:
@@ -401,7 +333,7 @@ class _Guard:
         if self._key is not None and scope["path"] != "/health":
             given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
             if not secrets.compare_digest(given, self._key.encode()):
-                answer = JSONResponse(_error("wrong or missing API key", "authentication_error"), status_code=401)
+                answer = JSONResponse(error_body("wrong or missing API key", "authentication_error"), status_code=401)
                 return await answer(scope, receive, send)
         size = headers.get(b"content-length", b"0")
         if size.isdigit() and int(size) > MOST_BYTES:
@@ -421,4 +353,5 @@ class _Guard:
 
 
 def _too_large() -> JSONResponse:
-    return JSONResponse(_error(f"a request may have {MOST_BYTES:,} bytes", "invalid_request_error"), status_code=413)
+    body = error_body(f"a request may have {MOST_BYTES:,} bytes", "invalid_request_error")
+    return JSONResponse(body, status_code=413)

@@ -36,6 +36,7 @@ class _Request(BaseModel):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
 
     def sampling(self, defaults: dict[str, Any], **more: Any) -> SamplingParams:
         """Return the sampling parameters: what the request says, else the model's defaults."""

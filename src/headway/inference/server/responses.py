@@ -34,6 +34,11 @@ def head(request_id: str, kind: str, model: str) -> dict[str, Any]:
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
 
 
+def error_body(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+    """Return an error; `param` is the field that is wrong."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
 def usage(prompt_tokens: int, output_tokens: int) -> dict[str, int]:
     """Return the number of tokens."""
     return {
@@ -47,7 +52,7 @@ def completion_logprobs(
     engine: TextEngine, ids: Sequence[int], rows: Sequence[TokenLogprobs | None], offset: int = 0
 ) -> dict[str, Any]:
     """Return log-probabilities in the form of completions; `offset` is where the first token's text begins."""
-    tokens = [engine.decode([token]) for token in ids]
+    tokens = [token_text(engine, token) for token in ids]
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -60,11 +65,16 @@ def completion_logprobs(
     }
 
 
+def token_text(engine: TextEngine, token: int) -> str:
+    """Return the text of one token; its id, where the model has no tokenizer."""
+    return f"token_id:{token}" if engine.loaded.tokenizer is None else engine.decode([token])
+
+
 def _by_text(engine: TextEngine, top: Mapping[int, float]) -> dict[str, float]:
     """Return log-probabilities by text; of tokens with the same text, the likeliest."""
     by_text: dict[str, float] = {}
     for token, logprob in top.items():
-        by_text.setdefault(engine.decode([token]), logprob)
+        by_text.setdefault(token_text(engine, token), logprob)
     return by_text
 
 
@@ -72,7 +82,7 @@ def chat_logprobs(engine: TextEngine, ids: Iterable[int], rows: Iterable[TokenLo
     """Return log-probabilities in the form of chats."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = engine.decode([token])
+        text = token_text(engine, token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     return {

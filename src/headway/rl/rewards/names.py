@@ -13,6 +13,7 @@ REWARDS = {
     "math": "headway.rl.rewards.math_answer:math_reward",
     "countdown": "headway.rl.rewards.countdown:countdown_reward",
     "json": "headway.rl.rewards.json_format:json_reward",
+    "code": "headway.rl.rewards.code_tests:code_reward",
     "regex": "headway.rl.rewards.regex:regex_reward",
 }
 """The shipped rewards, and where they are; each is imported when it is used."""

@@ -12,6 +12,8 @@ from pydantic_core import to_json
 
 from headway.cluster.engines.engine import read_exit_report
 from headway.cluster.engines.ray import command_runner
+from headway.track.access import umask_of
+from headway.track.runs import create_private_folder
 
 SOON_S, LATER_S = 0.01, 0.2
 """How often to check whether the command has exited: at first, and after a while."""
@@ -27,7 +29,9 @@ def run_command(controller: Any, job: str, number: int, rank: int) -> dict[str, 
     if order is None:
         return {"lost": "called off"}
     try:
-        Path(order["log"]).parent.mkdir(parents=True, exist_ok=True)
+        create_private_folder(Path(order["folder"]))  # where no folder is shared
+        with umask_of(Path(order["folder"])):
+            Path(order["log"]).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return {"error": f"{error.filename}: {error.strerror} on {os.uname().nodename}"}
     gpus = ",".join(map(str, ray.get_gpu_ids())) if order["gpus"] else ""  # no others are visible

@@ -65,6 +65,7 @@ from headway.cluster.engines.slurm.parse import (
     select_partitions,
 )
 from headway.errors import EngineError, EngineUnreachable, UsageError
+from headway.track.access import umask_of
 
 JOBS_PER_QUERY = 500
 """Jobs that one command is asked about."""
@@ -196,12 +197,13 @@ class SlurmEngine(Engine):
         job = request.folder / "jobs" / f"slurm-{secrets.token_hex(4)}"
         script = batch_script(request, job, self._minutes(request))
         try:
-            job.mkdir(parents=True)
-            (job / "job.sh").write_text(script)
-            if request.shared:
-                (job / "task.sh").write_text(slurm_task(request))
-            number = _number(self._run("sbatch", "--parsable", str(job / "job.sh"), secrets=values))
-            self._record(number, job, request)
+            with umask_of(request.folder):  # which Slurm passes on to the job
+                job.mkdir(parents=True)
+                (job / "job.sh").write_text(script)
+                if request.shared:
+                    (job / "task.sh").write_text(slurm_task(request))
+                number = _number(self._run("sbatch", "--parsable", str(job / "job.sh"), secrets=values))
+                self._record(number, job, request)
         except BaseException as error:
             # A job that Slurm has nevertheless accepted finds its folder gone and exits: nothing is half submitted.
             # Without a shared folder, it is looked up in Slurm and cancelled.
@@ -294,9 +296,10 @@ class SlurmEngine(Engine):
         lost = [task for task in live if task.script_state().orphaned]
         late = [task for task in live if task.cancelled is not None and time.time() > task.cancelled + task.grace_s]
         for task in live:
-            task.folder.mkdir(exist_ok=True)
-            if task.cancelled is None:
-                (task.folder / "cancelled").touch()
+            with umask_of(task.folder.parent):
+                task.folder.mkdir(exist_ok=True)
+                if task.cancelled is None:
+                    (task.folder / "cancelled").touch()
         # With one task of an array, scancel's filter by state would cancel all that wait: name those, without a filter.
         # A task that starts at that moment has nothing to lose.
         waiting = {task.number for task in live if states[task.id].native == "PENDING" and "_" in task.number}

@@ -10,6 +10,9 @@ from headway.cluster.engines.engine import REQUEUE
 from headway.cluster.engines.slurm.parse import Partition
 from headway.errors import EngineError
 
+_UNSET = "(null)"
+"""What Slurm prints for a setting without a value."""
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -35,16 +38,17 @@ def advise(conf: Mapping[str, str], partitions: Mapping[str, Partition]) -> list
     """Advice per setting, the most valuable first."""
 
     def setting(key: str, good: bool, text: str) -> Advice:
-        return Advice(key, conf.get(key, "(null)"), good, text)
+        found = conf.get(key, _UNSET)
+        return Advice(key, "not set" if found == _UNSET else found, good, text)
 
     def at_least(key: str, seconds: int, text: str) -> Advice:
         number = conf.get(key, "").partition(" ")[0]
         return setting(key, number.isdecimal() and int(number) >= seconds, f"{text}; {seconds} s is enough")
 
-    preempts = conf.get("PreemptType", "preempt/none") not in ("preempt/none", "(null)")
+    preempts = conf.get("PreemptType", "preempt/none") not in ("preempt/none", _UNSET)
     signals = "preempt_send_user_signal" in conf.get("SlurmctldParameters", "")
     requeues = "jobs whose machine fails are restarted"
-    accounts = conf.get("AccountingStorageType", "(null)") not in ("(null)", "accounting_storage/none")
+    accounts = conf.get("AccountingStorageType", _UNSET) not in (_UNSET, "accounting_storage/none")
     advice = [
         setting(
             "SlurmctldParameters",

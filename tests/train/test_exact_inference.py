@@ -1,0 +1,46 @@
+"""Runs in exact mode: what a trainer refuses, and that it trains as without."""
+
+import pytest
+import torch
+
+from headway.errors import ModelError, RecipeError
+from headway.parallel import World
+from headway.parallel.world import Axis
+from headway.train.build import check_exact
+
+EXACT = {"inference.exact": True}
+
+
+def test_meshes_that_split_sums_are_refused(recipe) -> None:
+    for axis in ("tensor", "pipeline", "context"):
+        world = World(0, 2, torch.device("cpu"), axes={axis: Axis(2)})
+        with pytest.raises(ModelError, match=f"replicate and shard axes only, and this one has {axis}"):
+            check_exact(recipe(EXACT), world)
+        with pytest.raises(RecipeError, match=r"inference\.exact needs a mesh of replicate and shard axes only"):
+            recipe(EXACT | {f"parallel.{axis}": 2})
+    check_exact(recipe(EXACT), World(0, 2, torch.device("cpu"), axes={"shard": Axis(2)}))
+
+
+def test_halves_and_compiled_blocks_are_refused(recipe) -> None:
+    with pytest.raises(ModelError, match="for float32 so far, not bfloat16"):
+        check_exact(recipe(EXACT | {"train.dtype": "bfloat16"}), World(0, 1, torch.device("cpu")))
+    with pytest.raises(RecipeError, match=r"needs train\.compile = false"):
+        recipe(EXACT | {"train.compile": True})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"train.recompute": "full"}, {"train.recompute": "selective"}], ids=str)
+def test_runs_train_as_without_exact_mode(lab, recipe, settings) -> None:
+    losses = [
+        [event["loss"] for event in lab.train(recipe({"name": name} | more | settings), workers=2).events("step")]
+        for name, more in (("plain", {}), ("exact", EXACT))
+    ]
+    assert len(losses[0]) == 8
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_family_that_is_not_exact_ends_the_run_with_its_name(lab, recipe) -> None:
+    result = lab.train(recipe(EXACT | {"model.family": "gemma2", "model.window": 16, "train.restarts": 0}), workers=1)
+    assert result.outcome.state == "failed"
+    assert "exact mode does not support gemma2 yet" in result.outcome.reason
