@@ -69,9 +69,11 @@ def expression(numbers: Sequence[int], rng: random.Random) -> tuple[int, str, in
     return value, f"{left_text}{sign}{right_text}", binds
 
 
-def row(numbers: list[int], target: int, solution: str | None) -> dict[str, object]:
+def row(numbers: list[int], target: int, solution: str | None, terse: bool = False) -> dict[str, object]:
     """Return a row: a prompt, or a conversation if there is a solution."""
     prompt = f"Make {target} from {', '.join(map(str, numbers))}."
+    if terse:
+        prompt = f"{','.join(map(str, numbers))}={target}"
     fields = {"numbers": numbers, "target": target}
     if solution is None:
         return {"prompt": prompt, **fields}
@@ -96,6 +98,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=12, help="largest number (default: 12)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--solutions", action="store_true", help="conversations with a solution, to tune a model on")
+    parser.add_argument("--terse", action="store_true", help="prompts such as 7,38=45, for a model that knows no words")
     parser.add_argument("--without", type=Path, action="append", default=[], help="leave out the problems of a file")
     parser.add_argument("--model", type=Path, help="folder to write a tokenizer and a chat template to")
     options = parser.parse_args()
@@ -106,12 +109,13 @@ def main() -> None:
     made = list(problems(options.count, options.numbers, options.largest, options.seed, known))
     if len(made) < options.count:
         sys.exit(f"only {len(made)} problems of {options.numbers} numbers up to {options.largest}: raise --largest")
-    rows = [row(numbers, target, solution if options.solutions else None) for numbers, target, solution in made]
+    terse, solved = options.terse, options.solutions
+    rows = [row(numbers, target, text if solved else None, terse) for numbers, target, text in made]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
     if options.model is not None:
-        solved = [row(*problem) for problem in made]
-        texts = ["\n".join(message["content"] for message in entry["messages"]) for entry in solved]  # type: ignore
+        chats = [row(*problem, terse) for problem in made]
+        texts = ["\n".join(message["content"] for message in entry["messages"]) for entry in chats]  # type: ignore
         write_model(options.model, texts)
     print(f"{options.out}: {len(rows)} problems" + (" with solutions" if options.solutions else ""))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.rl.compare import RolloutDivergence, compare_rollouts, mismatch_of
+from headway.rl.compare import RolloutDifference, compare_rollouts, mismatch_of
 from headway.rl.rollout import Rollout
 
 
@@ -46,13 +46,15 @@ def test_one_changed_bit_of_a_log_probability_is_found(place: int, token: int) -
     result = compare_rollouts(BATCH, batch)
     assert (result.answers, result.equal_answers) == (4, 3)
     stored = BATCH[place].logprobs[token]
-    assert result.first == RolloutDivergence(place // 2, place % 2, "log-probability", token, stored, changed[token])
+    assert result.first == RolloutDifference(place // 2, place % 2, "log-probability", token, stored, changed[token])
 
 
 @pytest.mark.parametrize(
     ("changes", "what", "position"),
     [
         ({"prompt_ids": (1, 9, 3)}, "prompt", 1),
+        ({"prompt": 8}, "prompt", None),
+        ({"logprobs": (-1.0, -1.125)}, "log-probability", 2),
         ({"token_ids": (10, 11, 99, 13)}, "token", 2),
         ({"token_ids": (10, 11, 99, 13), "logprobs": (-1.0, -1.125, -5.0, -6.0)}, "token", 2),
         ({"token_ids": (10, 11, 99, 13), "logprobs": (-1.0, -3.0, -5.0, -6.0)}, "log-probability", 1),
@@ -68,8 +70,8 @@ def test_the_first_difference_is_named(changes: dict[str, Any], what: str, posit
 
 
 def test_an_answer_that_only_one_batch_has_is_a_difference() -> None:
-    assert compare_rollouts(BATCH, BATCH[:3]).first == RolloutDivergence(1, 1, "answer", None, True, False)
-    assert compare_rollouts(BATCH[1:], BATCH).first == RolloutDivergence(0, 0, "answer", None, False, True)
+    assert compare_rollouts(BATCH, BATCH[:3]).first == RolloutDifference(1, 1, "answer", None, True, False)
+    assert compare_rollouts(BATCH[1:], BATCH).first == RolloutDifference(0, 0, "answer", None, False, True)
 
 
 def test_bits_are_compared_rather_than_values() -> None:

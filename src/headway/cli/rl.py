@@ -51,7 +51,7 @@ def samples(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Show prompts, answers and rewards of a batch of rollouts."""
+    """Show prompts, answers and rewards of a batch."""
     folder, recipe = _policy_run(run, runs)
     batch = _sampled_batch(folder, recipe, step)
     if group is not None and group >= len(batch.groups):
@@ -79,10 +79,10 @@ def mismatch(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Compare log-probabilities of the sampler with the trainer's, token by token.
+    """Compare sampler and trainer, token by token.
 
-    The trainer computes them anew from the checkpoint of the weights that sampled the batch. Exits with 1 if any differ
-    although the recipe has inference.exact.
+    The trainer computes the log-probabilities of a batch anew, from the checkpoint of the weights that sampled it.
+    Exits with 1 if any differ although the recipe has inference.exact.
     """
     folder, recipe = _policy_run(run, runs)
     batch = _finished_batch(folder, recipe, step)
@@ -106,9 +106,10 @@ def mismatch(
 
 @app.command()
 def replay(run: Run, step: Step, runs: Runs = None, json: Json = False) -> None:
-    """Sample a batch of rollouts again and compare it bit by bit; exits with 1 if it differs.
+    """Sample a batch again and compare every bit.
 
-    The weights are those of the checkpoint that sampled it. Rewards are not computed again.
+    The weights are those of the checkpoint that sampled it. Rewards are not computed again. Exits with 1 if a token, a
+    log-probability or an end differs.
     """
     folder, recipe = _policy_run(run, runs)
     if recipe.rl is not None and recipe.rl.environment is not None:
@@ -233,7 +234,7 @@ def _drawn(folder: RunFolder, recipe: Recipe, batch: RolloutBatch) -> list[list[
     except DataError as error:
         raise DataError(
             f"the prompts of run {folder.name} are needed to sample answers again: {error.message}",
-            hint="put them back where the recipe of the run has them: headway recipe show",
+            hint=f"put them back; {folder.recipe_file} has their path",
         ) from None
     count = len({rollout.sample for rollout in batch.rollouts})
     drawn = order.next(batch.header.cursor, count)

@@ -229,8 +229,6 @@ def _shown(value: Any, what: str, tokenizer: TextTokenizer | None) -> str:
             return "is there" if value else "is missing"
         case "token" if tokenizer is not None:
             return f"{value} {tokenizer.decode([value])!r}"
-        case "log-probability":
-            return repr(value)
         case _:
             return repr(value)
 
@@ -241,9 +239,7 @@ def _reasons(recipe: Recipe, changed: Mapping[str, Sequence[Any]]) -> Iterator[s
         yield from wrap_lines(f"{name}: {_condition(before)} in the run, {_condition(now)} here")
     if recipe.inference.exact:
         if not changed:
-            yield from wrap_lines(
-                "the recipe has inference.exact, so all should be equal: a file was changed, or there is a bug"
-            )
+            yield from wrap_lines("with inference.exact all should be equal: a file was changed, or there is a bug")
     else:
         yield from wrap_lines(
             "without inference.exact, the last bits depend on what else was in a batch: --set inference.exact=true"

@@ -26,7 +26,7 @@ DECADES = (0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, inf)
 
 
 @dataclass(frozen=True)
-class RolloutDivergence:
+class RolloutDifference:
     """Where a replayed batch first differs from the stored one."""
 
     sample: int
@@ -49,7 +49,7 @@ class Replay:
     """Answers of which everything is equal."""
     tokens: int
     """In the stored answers."""
-    first: RolloutDivergence | None
+    first: RolloutDifference | None
     """By sample, then by answer, then by token; None if all is equal."""
 
     @property
@@ -62,36 +62,39 @@ def compare_rollouts(stored: Sequence[Rollout], replayed: Sequence[Rollout]) -> 
     """Compare prompts, tokens, log-probabilities, ends and texts of all answers; rewards and versions are not."""
     before = {(rollout.sample, rollout.answer): rollout for rollout in stored}
     now = {(rollout.sample, rollout.answer): rollout for rollout in replayed}
-    divergences = [divergence_of(key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())]
-    different = [divergence for divergence in divergences if divergence is not None]
+    compared = [difference_of(key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())]
+    different = [difference for difference in compared if difference is not None]
     return Replay(
-        answers=len(divergences),
-        equal_answers=len(divergences) - len(different),
+        answers=len(compared),
+        equal_answers=len(compared) - len(different),
         tokens=sum(len(rollout.token_ids) for rollout in stored),
         first=different[0] if different else None,
     )
 
 
-def divergence_of(key: Answer, stored: Rollout | None, replayed: Rollout | None) -> RolloutDivergence | None:
+def difference_of(key: Answer, stored: Rollout | None, replayed: Rollout | None) -> RolloutDifference | None:
     """Return where two answers first differ; None if they are equal."""
     if stored is None or replayed is None:
-        return RolloutDivergence(*key, "answer", None, stored is not None, replayed is not None)
-    if stored.prompt_ids != replayed.prompt_ids:
+        return RolloutDifference(*key, "answer", None, stored is not None, replayed is not None)
+    if (stored.prompt, stored.prompt_ids) != (replayed.prompt, replayed.prompt_ids):
         position = first_difference(stored.prompt_ids, replayed.prompt_ids)
-        return RolloutDivergence(*key, "prompt", position, stored.prompt, replayed.prompt)
+        return RolloutDifference(*key, "prompt", position, stored.prompt, replayed.prompt)
     token = first_difference(stored.token_ids, replayed.token_ids)
     logprob = first_difference([*map(bits, stored.logprobs)], [*map(bits, replayed.logprobs)])
     shorter = min(len(stored.token_ids), len(replayed.token_ids))
-    if logprob is not None and logprob < shorter and (token is None or logprob < token):
-        return RolloutDivergence(*key, "log-probability", logprob, stored.logprobs[logprob], replayed.logprobs[logprob])
+    if logprob is not None and (token is None or logprob < token):
+        before, now = (each.logprobs[logprob : logprob + 1] for each in (stored, replayed))
+        return RolloutDifference(
+            *key, "log-probability", logprob, *(values[0] if values else None for values in (before, now))
+        )
     if token is not None and token < shorter:
-        return RolloutDivergence(*key, "token", token, stored.token_ids[token], replayed.token_ids[token])
+        return RolloutDifference(*key, "token", token, stored.token_ids[token], replayed.token_ids[token])
     if token is not None:
-        return RolloutDivergence(*key, "length", token, len(stored.token_ids), len(replayed.token_ids))
+        return RolloutDifference(*key, "length", token, len(stored.token_ids), len(replayed.token_ids))
     if stored.finish != replayed.finish:
-        return RolloutDivergence(*key, "finish", None, stored.finish, replayed.finish)
+        return RolloutDifference(*key, "finish", None, stored.finish, replayed.finish)
     if stored.text != replayed.text:
-        return RolloutDivergence(*key, "text", None, stored.text, replayed.text)
+        return RolloutDifference(*key, "text", None, stored.text, replayed.text)
     return None
 
 
