@@ -27,6 +27,7 @@ EXPECTED = {
     "jsonl_with_prompts.py": "were trained on in the first; the rest are prompts",
     "mixture.py": "step 24: loss ",
     "plan_from_python.py": "shard 4 tensor 8: ",
+    "policy_loop.py": "step-00000032: the same answers after loading it",
     "read_checkpoint.py": "20 weights, 60 tensors of the optimizer",
     "survive_a_kill.py": "equal: 20 common steps, 2 common checkpoints",
 }

@@ -57,9 +57,13 @@ def weights(client: PolicyClient) -> dict[str, torch.Tensor]:
 
 
 KL = {"objective": {"kind": "grpo", "kl": "k3", "kl_weight": 0.05}}
+KL_IN_REWARD = {"objective": {"kind": "reinforce++", "kl": "k1", "kl_in": "reward", "kl_weight": 0.05}}
+CASES = {"plain": {}, "kl": KL, "kl-in-reward": KL_IN_REWARD}
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param(KL, marks=pytest.mark.slow)], ids=["plain", "kl"])
+@pytest.mark.parametrize(
+    "changes", [pytest.param(case, marks=[pytest.mark.slow] * bool(case), id=name) for name, case in CASES.items()]
+)
 def test_a_loop_has_the_bits_of_a_run(data: Path, lab, changes: dict[str, Any]) -> None:
     """Chain: losses, norms and places in the data of all steps; digest: weights, optimizer and all; and rollouts."""
     recipe = policy_recipe(data, **changes)

@@ -96,6 +96,7 @@ class PolicyClient:
         elif settings:
             recipe = with_settings(recipe, settings)
         _check(recipe)
+        recipe = recipe.model_copy(update={"parallel": None})  # on one device, whatever the mesh
         attempt = new_run(recipe, runs_root(None if runs is None else Path(runs)), workers=1, name=name)
         self.run = attempt.folder
         """The run's folder: its record, and by default its states."""
