@@ -87,6 +87,13 @@ def advantages_of(
     return [values[row, : len(group.rollouts)] for row, group in enumerate(groups)]
 
 
+def weights_of(group: Group, rl: Rl) -> Floats:
+    """Return the weights of a group's answers in the loss: 1, or 0 for those that are left out."""
+    whole = np.array([not (rl.mask_truncated and rollout.truncated) for rollout in group.rollouts])
+    weights: Floats = (group.present & whole).astype(np.float64)
+    return weights
+
+
 def _table(groups: Sequence[Group]) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """Return rewards [groups, answers], and which answers count."""
     size = max(len(group.rollouts) for group in groups)

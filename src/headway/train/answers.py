@@ -19,7 +19,6 @@ import torch
 from headway.data.prompts import Prompt
 from headway.errors import HeadwayError
 from headway.inference.chat import render_after_turn
-from headway.inference.load import LoadedModel
 from headway.inference.params import SamplingParams
 from headway.inference.text_engine import EngineOptions, TextEngine, TextOutput
 from headway.parallel import ParallelModel, World
@@ -114,20 +113,15 @@ class AnswerSampler:
 
     def __init__(self, rl: Rl, seed: int, engine: TextEngine, refresh: Callable[[], None]) -> None:
         """`refresh` gives the engine's model the weights of now."""
-        self._rl, self._seed, self._engine, self._refresh = rl, seed, engine, refresh
+        self._rl, self._seed, self.engine, self._refresh = rl, seed, engine, refresh
         self._environment = None if rl.environment is None else EnvironmentPool(rl)
         self._version = -1
-
-    @property
-    def model(self) -> LoadedModel:
-        """The model that samples."""
-        return self._engine.loaded
 
     def take_weights(self, version: int) -> None:
         """Have the weights of the trainer as they are now, after the step `version`; all workers together."""
         if version == self._version:
             return
-        self._engine.engine.swap(version, lambda: None, "continue")  # forgets prefixes of earlier weights
+        self.engine.engine.swap(version, lambda: None, "continue")  # forgets prefixes of earlier weights
         self._refresh()
         self._version = version
 
@@ -154,7 +148,7 @@ class AnswerSampler:
         asked = dict[int, str]()
         while growing:
             ended = dict[str, str]()
-            for part in self._engine.step() if self._engine.busy else ():
+            for part in self.engine.step() if self.engine.busy else ():
                 name = part.output.request_id
                 finish = growing[name].take(part)
                 if finish is not None and (number := self._ask(growing[name], finish)) is not None:
@@ -177,7 +171,7 @@ class AnswerSampler:
         room = self._rl.max_tokens - len(answer.token_ids)
         turn = len(answer.turns)
         params = sampling_params(self._rl, self._seed, answer.request, turn=turn, room=room, greedy=greedy)
-        self._engine.add(name, [*answer.request.prompt.ids, *answer.token_ids], params)
+        self.engine.add(name, [*answer.request.prompt.ids, *answer.token_ids], params)
 
     # -- an environment
 
@@ -191,7 +185,7 @@ class AnswerSampler:
     def _replies(self) -> dict[int, TurnResult]:
         if self._environment is None:
             return {}
-        return self._environment.poll(0.0 if self._engine.busy else WAIT_S)
+        return self._environment.poll(0.0 if self.engine.busy else WAIT_S)
 
     def _continue(self, answer: _Growing, result: TurnResult) -> str | None:
         """Append a reply to its answer; return how the answer ends, or None if the model has another turn."""
@@ -206,13 +200,13 @@ class AnswerSampler:
         if len(answer.turns) == self._rl.turns:
             return "turns"
         try:
-            ids = reply_ids(self._engine, reply, answer.token_ids[-1])
+            ids = reply_ids(self.engine, reply, answer.token_ids[-1])
         except HeadwayError as error:
             answer.error = error.message
             return ENVIRONMENT
         if len(answer.token_ids) + len(ids) >= self._rl.max_tokens:
             return "length"
-        answer.append(ids, self._engine.decode(ids, skip_special_tokens=True))
+        answer.append(ids, self.engine.decode(ids, skip_special_tokens=True))
         return None
 
     def _rollout(self, answer: _Growing, finish: str) -> Rollout:

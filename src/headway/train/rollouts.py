@@ -16,19 +16,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from headway.data.loader import MASKED, Batch
 from headway.data.order import Ids
 from headway.data.prompts import Prompt, PromptOrder, PromptReader
 from headway.errors import RunError, plural
 from headway.parallel import ParallelModel, World
-from headway.parallel.objective import DeviceBatch
 from headway.recipe import Recipe
 from headway.recipe.policy import PolicyGradient
-from headway.rl.groups import Group, advantages_of, chosen, groups_of, metrics_of, shares
-from headway.rl.packing import PackedAnswers, divergence_sums, pack_answers, per_answer
+from headway.rl.groups import Group, advantages_of, chosen, groups_of, metrics_of, shares, weights_of
+from headway.rl.packing import PackedAnswers
 from headway.rl.rewards import Answer
 from headway.rl.rollout import Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, from_lines, to_lines
@@ -36,12 +32,12 @@ from headway.rl.scorer import Scorer, with_environment
 from headway.state import list_checkpoints
 from headway.track import Recorder, RunFolder
 from headway.track.heartbeat import HeartbeatWriter
+from headway.train.answer_rows import AnswerRows
 from headway.train.answers import AnswerRequest, AnswerSampler, live_sampler
 from headway.train.fail_together import fail_together
 from headway.train.fault_injector import WorkerFaultInjector
-from headway.train.feed import FedStep, on_device
+from headway.train.feed import FedStep
 from headway.train.objectives import CountedObjective
-from headway.train.objectives.policy import ADVANTAGE, BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS, WEIGHT
 
 HELD_OUT = ("reward", "length", "truncated")
 """Metrics of answers to held-out prompts, besides those of each reward."""
@@ -80,8 +76,9 @@ class RolloutFeed:
         assert recipe.rl is not None
         assert isinstance(recipe.objective, PolicyGradient)
         self._recipe, self._rl, self._policy = recipe, recipe.rl, recipe.objective
-        self._world, self._spread, self._reference = world, spread, reference
-        self._prompts, self._order, self._objective = prompts, order, objective
+        self._world, self._spread = world, spread
+        self.rows = AnswerRows(recipe, world, spread, reference, objective)
+        self.prompts, self.order = prompts, order
         self._recorder, self._beat, self._faults = recorder, beat, faults
         self._run, self._files = run, RolloutFiles(run)
         self._scorer = Scorer(recipe.rl)
@@ -104,10 +101,7 @@ class RolloutFeed:
             obtained = self._obtain(first, step, cursor, chain_before)
             self._lessons, self._first, self._end = self._learn(obtained, step), first, obtained.end
         lesson = self._lessons[step - first]
-        rows = self._share(lesson)
-        tokens = int((lesson.packed.batch.documents < _padding(lesson.packed.batch)).sum())
-        counts = self._objective.counts(rows)
-        return FedStep(self._on_device(rows), rows.trained, counts, self._end, tokens, lesson.metrics)
+        return self.rows.fed(lesson.packed, lesson.columns, self._end, lesson.metrics)
 
     def close(self) -> None:
         """End the processes that score, and those of an environment."""
@@ -115,11 +109,17 @@ class RolloutFeed:
         if self._sampler is not None:
             self._sampler.close()
 
+    def forget_weights(self) -> None:
+        """Begin anew with the weights of now, whatever step they are of."""
+        if self._sampler is not None:
+            self._sampler.close()
+        self._sampler = None
+
     def held_out_rewards(self, held_out: Ids, version: int) -> dict[str, float]:
         """See Feed: of one greedy answer to each prompt; all workers together."""
-        prompts = [self._prompts.prompt(int(number)) for number in held_out]
+        prompts = [self.prompts.prompt(int(number)) for number in held_out]
         requests = [AnswerRequest(prompt, place, 0) for place, prompt in enumerate(prompts)]
-        groups = groups_of(self._gathered(self._sampled(requests[self._mine], version, greedy=True)), self._rl)
+        groups = groups_of(self._gathered(self.sampled(requests[self._mine], version, greedy=True)), self._rl)
         metrics = metrics_of(groups, self._rl, version)
         return {
             key: metrics[key] for key in metrics if key in ("reward", "length", "truncated") or key[:7] == "reward/"
@@ -184,7 +184,7 @@ class RolloutFeed:
         rounds = 1 + (self._rl.dynamic_rounds if self._rl.dynamic_sampling else 0)
         rollouts, cursor, missing = list[Rollout](), header.cursor, count
         for _ in range(rounds):
-            drawn = self._order.next(cursor, missing)
+            drawn = self.order.next(cursor, missing)
             cursor = drawn.cursor
             rollouts += self._scored(header, drawn.samples, drawn.prompts)
             missing = count - len(chosen(groups_of(rollouts, self._rl), self._rl, count))
@@ -197,21 +197,21 @@ class RolloutFeed:
         mine = [*zip(samples, numbers, strict=True)][self._mine]
         done = self._files.read_parts(header)
         requests = [
-            AnswerRequest(self._prompts.prompt(number), sample, answer)
+            AnswerRequest(self.prompts.prompt(number), sample, answer)
             for sample, number in mine
             for answer in range(self._rl.samples)
         ]
         stored = [done[request.key] for request in requests if request.key in done]
         missing = [request for request in requests if request.key not in done]
         with self._files.open_part(header, self._world.rank) as part:
-            new = self._sampled(missing, header.version, part.add, step=header.step)
+            new = self.sampled(missing, header.version, part.add, step=header.step)
         return self._gathered([*stored, *new])
 
     @property
     def _mine(self) -> slice:
         return slice(self._world.rank, None, self._world.size)
 
-    def _sampled(
+    def sampled(
         self,
         requests: Sequence[AnswerRequest],
         version: int,
@@ -222,7 +222,7 @@ class RolloutFeed:
     ) -> list[Rollout]:
         """Sample answers and score them meanwhile; `store` is called with each once it is scored."""
         self._beat.enter("generate")
-        sampler = self._engine(version)
+        sampler = self.sampler(version)
         prompts = {request.key: request.prompt for request in requests}
         unscored, scored = dict[int, Rollout](), list[Rollout]()
 
@@ -256,7 +256,7 @@ class RolloutFeed:
             self._faults.reach(name, step)
             yield
 
-    def _engine(self, version: int) -> AnswerSampler:
+    def sampler(self, version: int) -> AnswerSampler:
         """Return the sampler, with the weights of now; all workers together."""
         with self._recorder.span("sync"):
             if self._sampler is None:
@@ -284,34 +284,19 @@ class RolloutFeed:
         if not any(group.varies for group in groups):
             self._nothing_to_learn(step, len(groups))
         parts = shares(groups, self._rl.updates)
-        multiple = self._world.data.size * self._spread.rows_multiple
-        packed = [pack_answers(_answers(part), self._recipe.data.seq, multiple) for part in parts]
+        packed = [self.rows.pack(_answers(part)) for part in parts]
         scores = [self._scores(batch, index, rows) for index, rows in enumerate(packed)]
-        taken_off = None
-        if self._policy.kl_in == "reward" and self._policy.kl != "none":
-            taken_off = [
-                self._policy.kl_weight * of_answer
-                for rows, columns in zip(packed, scores, strict=True)
-                for of_answer in divergence_sums(rows, columns[PROXIMAL], columns[REFERENCE_LOGPROBS], self._policy.kl)
-            ]
-        values = advantages_of(groups, self._policy, taken_off)
+        taken_off = [self.rows.taken_off(rows, logprobs) for rows, logprobs in zip(packed, scores, strict=True)]
+        penalties = [value for part in taken_off for value in part or ()]
+        values = advantages_of(groups, self._policy, penalties or None)
         lessons, done = list[_Lesson](), 0
-        for part, rows, columns in zip(parts, packed, scores, strict=True):
+        for part, rows, logprobs in zip(parts, packed, scores, strict=True):
             advantage = np.concatenate([*values[done : done + len(part)], np.zeros(0)])
-            weight = np.concatenate([*map(self._weights, part), np.zeros(0)])
+            weight = np.concatenate([*(weights_of(group, self._rl) for group in part), np.zeros(0)])
             done += len(part)
-            answers = rows.batch.columns["answer"]
-            columns = {name: column for name, column in columns.items() if name in self._objective.columns}
-            columns[ADVANTAGE] = per_answer(advantage.astype(np.float32), answers)
-            columns[WEIGHT] = per_answer(weight.astype(np.float32), answers)
-            columns[BEHAVIOUR] = rows.batch.columns["behaviour"]
+            columns = self.rows.columns(rows, advantage, weight, logprobs)
             lessons.append(_Lesson(rows, columns, metrics_of(part, self._rl, batch.header.step - 1)))
         return lessons
-
-    def _weights(self, group: Group) -> np.ndarray:
-        """Return the weights of a group's answers in the loss."""
-        whole = np.array([not rollout.truncated for rollout in group.rollouts])
-        return (group.present & (whole | (not self._rl.mask_truncated))).astype(np.float64)
 
     def _nothing_to_learn(self, step: int, groups: int) -> None:
         """Say that no group of a batch has answers of different rewards."""
@@ -325,50 +310,14 @@ class RolloutFeed:
 
     def _scores(self, batch: RolloutBatch, index: int, packed: PackedAnswers) -> dict[str, np.ndarray]:
         """Return the log-probabilities that the loss or the reward needs, at the weights of the batch's first step."""
-        wanted = {PROXIMAL, REFERENCE_LOGPROBS} & self._objective.columns
-        if self._policy.kl_in == "reward" and self._policy.kl != "none":
-            wanted |= {PROXIMAL, REFERENCE_LOGPROBS}
+        wanted = self.rows.logprobs_needed
         stored = self._files.read_scores(batch.header, index, wanted, packed.batch.inputs.shape)
         if not self._world.any(stored is None):
             return stored or {}
-        models = {PROXIMAL: self._spread, REFERENCE_LOGPROBS: self._reference}
-        columns = {name: self._token_logprobs(models[name], packed) for name in sorted(wanted)}
+        columns = {name: self.rows.logprobs(name, packed) for name in sorted(wanted)}
         if self._world.first and columns:
             self._files.store_scores(batch.header, index, columns)
         return columns
-
-    def _token_logprobs(self, model: ParallelModel | None, packed: PackedAnswers) -> np.ndarray:
-        """Return a model's log-probabilities of all labels, on every worker."""
-        assert model is not None, "a recipe with kl has a reference"
-        rows = self._rows(packed.batch)
-        values = model.token_logprobs(self._on_device(rows, columns=False))
-        whole = torch.zeros(packed.batch.inputs.shape, dtype=torch.float32)
-        if values is not None and self._world.axis("tensor").rank == 0:
-            whole[self._slice(len(whole))] = values.float().cpu()
-        return self._world.sum(whole).numpy()
-
-    # -- share
-
-    def _slice(self, rows: int) -> slice:
-        each = rows // self._world.data.size
-        return slice(each * self._world.data.rank, each * (self._world.data.rank + 1))
-
-    def _rows(self, batch: Batch) -> Batch:
-        """Return this worker's rows."""
-        mine = self._slice(len(batch.inputs))
-        labels = batch.labels[mine]
-        assert batch.documents is not None
-        columns = {name: column[mine] for name, column in batch.columns.items()}
-        return Batch(batch.inputs[mine], labels, int((labels != MASKED).sum()), batch.documents[mine], columns)
-
-    def _share(self, lesson: _Lesson) -> Batch:
-        return self._rows(lesson.packed.batch._replace(columns=lesson.columns))
-
-    def _on_device(self, rows: Batch, *, columns: bool = True) -> DeviceBatch:
-        device = self._world.device
-        inputs, labels, documents = (_sent(array, device) for array in (rows.inputs, rows.labels, rows.documents))
-        sent = on_device(rows.columns, self._objective.columns, device) if columns else {}
-        return DeviceBatch(inputs, labels, documents, sent)
 
 
 def _answer_of(rollout: Rollout, prompt: Prompt) -> Answer:
@@ -380,16 +329,6 @@ def _answer_of(rollout: Rollout, prompt: Prompt) -> Answer:
         tokens=rollout.tokens,
         finish=rollout.finish,
     )
-
-
-def _sent(array: np.ndarray | None, device: torch.device) -> Tensor:
-    assert array is not None
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-
-def _padding(batch: Batch) -> np.ndarray:
-    """Return the number of each row's padding: that of its answers."""
-    return (batch.columns["answer"] >= 0).sum(axis=1)[:, None]
 
 
 def _answers(groups: Sequence[Group]) -> list[Rollout]:
