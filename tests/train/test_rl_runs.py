@@ -130,7 +130,8 @@ def test_every_preset_raises_the_reward(kind: str, lab, make_recipe) -> None:
 @pytest.mark.slow
 def test_adapters_learn_and_survive_a_kill(lab, make_recipe) -> None:
     values = make_recipe(train={"steps": 8, "lr": 2e-2}).model_dump()
-    recipe = Recipe.model_validate(values | {"lora": Lora(rank=4, alpha=8, dropout=0.1).model_dump(), "inference": {"exact": False}})
+    lora = Lora(rank=4, alpha=8, dropout=0.1).model_dump()
+    recipe = Recipe.model_validate(values | {"lora": lora, "inference": {"exact": False}})
     alone = lab.train(recipe)
     assert alone.outcome.state == "finished", alone.outcome
     killed = lab.train(recipe, faults=FaultPlan().kill(step=5, rank=0, point="compute"))
