@@ -24,7 +24,7 @@ BATCH, SAMPLES = 4, 4
 def base(tmp_path_factory) -> Path:
     """A folder with random weights, a byte tokenizer and a chat template, and prompts for it."""
     folder, tokenizer = tmp_path_factory.mktemp("base") / "folder", byte_tokenizer()
-    model = Model(layers=2, dim=64, heads=2, kv_heads=1, vocab_size=tokenizer.vocab_size)
+    model = Model(layers=2, dim=64, heads=2, kv_heads=1, vocab_size=tokenizer.vocab_size + 60)  # padded
     decoder = empty_decoder(model)
     init_weights(decoder, seed=3)
     write_folder(folder, model, decoder.state_dict())
@@ -130,11 +130,22 @@ def test_every_preset_raises_the_reward(kind: str, lab, make_recipe) -> None:
 @pytest.mark.slow
 def test_adapters_learn_and_survive_a_kill(lab, make_recipe) -> None:
     values = make_recipe(train={"steps": 8, "lr": 2e-2}).model_dump()
-    recipe = Recipe.model_validate(values | {"lora": Lora(rank=4, alpha=8).model_dump(), "inference": {"exact": False}})
+    lora = Lora(rank=4, alpha=8, dropout=0.1).model_dump()
+    recipe = Recipe.model_validate(values | {"lora": lora, "inference": {"exact": False}})
     alone = lab.train(recipe)
     assert alone.outcome.state == "finished", alone.outcome
     killed = lab.train(recipe, faults=FaultPlan().kill(step=5, rank=0, point="compute"))
     assert compare_runs(killed.run, alone.run).equal
+
+
+@pytest.mark.slow
+def test_sampler_and_trainer_agree_to_rounding_without_exact_inference(lab, make_recipe) -> None:
+    """The vocabulary is padded to a multiple of 64: both sides count the padding, or differ by 0.2 per token."""
+    lived = lab.train(make_recipe(exact=False, train={"steps": 2}))
+    assert lived.outcome.state == "finished", lived.outcome
+    recipe = json.loads(lived.run.recipe_file.read_text())
+    assert recipe["model"]["vocab_size"] > byte_tokenizer().vocab_size
+    assert all(event["mismatch"] < 1e-5 for event in lived.events("step"))
 
 
 @pytest.mark.slow

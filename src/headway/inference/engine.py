@@ -143,13 +143,13 @@ class InferenceEngine:
         device: torch.device | str = "cpu",
         *,
         overlaps: bool | None = None,
-        exact: bool = False,
+        counts_padding: bool = False,
     ) -> None:
-        """`overlaps`: whether a pass starts before the last one is recorded; by default on GPUs. `exact`: whether the
-        runner's bits are the trainer's, so that log-probabilities are to be."""
+        """`overlaps`: whether a pass starts before the last one is recorded; by default on GPUs. `counts_padding`:
+        whether log-probabilities count tokens of the vocabulary that are never sampled, as a trainer does."""
         self.model, self.pool, self.limits = model, pool, limits or Limits()
         self.runner = runner
-        self.sampler = Sampler(model.vocabulary, torch.device(device), model.end_ids, exact=exact)
+        self.sampler = Sampler(model.vocabulary, torch.device(device), model.end_ids, counts_padding=counts_padding)
         self.device = torch.device(device)
         # LongRoPE has sequences start over at some length, for which all their tokens must be known.
         self.overlaps = (self.device.type == "cuda" if overlaps is None else overlaps) and model.switch_length is None

@@ -36,11 +36,13 @@ class Sampled(NamedTuple):
 class Sampler:
     """Samples rows of logits."""
 
-    def __init__(self, vocabulary: int, device: torch.device, end_ids: Rows[int] = (), *, exact: bool = False) -> None:
-        """Tokens from `vocabulary` on are padding, and never sampled. If `exact`, log-probabilities count them all the
-        same, as the trainer does."""
+    def __init__(
+        self, vocabulary: int, device: torch.device, end_ids: Rows[int] = (), *, counts_padding: bool = False
+    ) -> None:
+        """Tokens from `vocabulary` on are padding, and never sampled; log-probabilities count them all the same if
+        `counts_padding`, as a trainer does."""
         self.vocabulary, self.device, self.end_ids = vocabulary, device, tuple(end_ids)
-        self.exact = exact
+        self.counts_padding = counts_padding
 
     def sample(self, logits_RV: Tensor, rows: Rows[Sequence]) -> Sampled:
         """Sample the next token of each sequence from its row."""
@@ -59,7 +61,7 @@ class Sampler:
 
     def logprobs(self, logits_RV: Tensor, temperatures: Rows[float]) -> Tensor:
         """Return the log-probabilities of tokens that may be sampled, each row at its temperature."""
-        scores_RV = (logits_RV if self.exact else logits_RV[:, : self.vocabulary]).float()
+        scores_RV = (logits_RV if self.counts_padding else logits_RV[:, : self.vocabulary]).float()
         if any(temperature != 1 for temperature in temperatures):
             scores_RV = scores_RV / _column(temperatures, scores_RV.device)
         return scores_RV.log_softmax(dim=-1)[:, : self.vocabulary]

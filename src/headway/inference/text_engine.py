@@ -49,6 +49,8 @@ class EngineOptions:
     """Whether decoding on a GPU uses CUDA graphs, where the model can be captured."""
     overlaps: bool | None = None
     """Whether a pass starts before the last one is recorded; by default on GPUs."""
+    counts_padding: bool = False
+    """Whether log-probabilities count the padding of the vocabulary, which is never sampled, as a trainer does."""
     exact: bool = False
     """Whether log-probabilities of tokens have the bits of the trainer's forward pass: `models.exact`. It changes the
     model in place, so that a trainer that shares it computes the same."""
@@ -90,7 +92,10 @@ def make_engine(loaded: LoadedModel, options: EngineOptions) -> InferenceEngine:
     model = EngineModel(loaded.vocabulary, max_length, loaded.end_ids, loaded.switch_length)
     pool = BlockPool(pages, options.block_size, shares_prefixes=options.shares_prefixes and loaded.takes_cache)
     limits = Limits(max(options.max_batch_tokens, options.max_sequences + 1), options.max_sequences)
-    return InferenceEngine(runner, model, pool, limits, loaded.device, overlaps=options.overlaps, exact=options.exact)
+    padding = options.counts_padding or options.exact
+    return InferenceEngine(
+        runner, model, pool, limits, loaded.device, overlaps=options.overlaps, counts_padding=padding
+    )  # fmt: skip
 
 
 def capturable(loaded: LoadedModel, widths: Widths) -> bool:

@@ -176,7 +176,7 @@ def _hidden(tile: int, positions_PM: Tensor, window: int | None) -> Tensor:
 def _bmm(a_GXY: Tensor, b_GYZ: Tensor, out_GXZ: Tensor) -> Tensor:
     """Return products of one shape, in `out`, which selective recomputation does not store.
 
-    There are two at least: MKL would split up a single one.
+    A single one would be split up by threads.
     """
     if len(a_GXY) > 1:
         return torch.bmm(a_GXY, b_GYZ, out=out_GXZ)

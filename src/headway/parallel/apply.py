@@ -136,10 +136,13 @@ class ParallelModel:
         before the last stage."""
         assert self.head is not None, "only an objective of log-probabilities has them"
         rows = len(batch.inputs) if self.schedule is not None else self.microbatch
+        trains = self.model.training
+        self.model.eval()  # adapters drop nothing of what is only scored
         with self.head.collecting(by_document=False) as collected:
             for low in range(0, len(batch.inputs), rows):
                 self.evaluate(batch.rows(low, min(low + rows, len(batch.inputs))))
         self.rest()
+        self.model.train(trains)
         return torch.cat(collected) if collected else None
 
     def _sums(self, batch: DeviceBatch) -> Tensor:

@@ -101,6 +101,7 @@ def live_sampler(recipe: Recipe, run: RunFolder, spread: ParallelModel, world: W
     model = live_model(recipe, run, spread, world)
     options = EngineOptions(
         max_length=min(model.max_length, recipe.data.seq + 1), memory_share=MEMORY_SHARE, exact=recipe.inference.exact,
+        counts_padding=True,
         max_sequences=min(256, recipe.train.batch * recipe.rl.updates * recipe.rl.samples),
     )  # fmt: skip
     return AnswerSampler(
