@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=12, help="largest number (default: 12)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--solutions", action="store_true", help="conversations with a solution, to tune a model on")
+    parser.add_argument("--orders", type=int, default=1, help="write each problem in so many orders of its numbers")
     parser.add_argument("--terse", action="store_true", help="prompts such as 7,38=45, for a model that knows no words")
     parser.add_argument("--without", type=Path, action="append", default=[], help="leave out the problems of a file")
     parser.add_argument("--model", type=Path, help="folder to write a tokenizer and a chat template to")
@@ -110,14 +111,19 @@ def main() -> None:
     if len(made) < options.count:
         sys.exit(f"only {len(made)} problems of {options.numbers} numbers up to {options.largest}: raise --largest")
     terse, solved = options.terse, options.solutions
-    rows = [row(numbers, target, text if solved else None, terse) for numbers, target, text in made]
+    rows, rng = list[dict[str, object]](), random.Random(options.seed)
+    for numbers, target, text in made:
+        order = list(numbers)
+        for _ in range(options.orders):
+            rows.append(row(list(order), target, text if solved else None, terse))
+            rng.shuffle(order)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
     if options.model is not None:
-        chats = [row(*problem, terse) for problem in made]
+        chats = [row(*problem) for problem in made]
         texts = ["\n".join(message["content"] for message in entry["messages"]) for entry in chats]  # type: ignore
         write_model(options.model, texts)
-    print(f"{options.out}: {len(rows)} problems" + (" with solutions" if options.solutions else ""))
+    print(f"{options.out}: {len(made)} problems" + (" with solutions" if options.solutions else ""))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from headway.cli.options import Json, Run, Runs
 from headway.cli.run_sync import find_up_to_date
 from headway.cli.text import columns, duration, print_json, short_seconds
 from headway.track import (
+    OF_POLICIES,
     AttemptTime,
     Ledger,
     Record,
@@ -167,6 +168,8 @@ def _accounts(ledger: Ledger, predicted: dict[str, float]) -> list[str]:
     """Return one row per account, with the share that the plan predicts."""
     rows = [f"  {'account':18} {'device-seconds':>15} {'share':>9}{'plan' if predicted else '':>10}".rstrip()]
     for name in ledger.accounts:
+        if name in OF_POLICIES and not ledger.accounts[name]:
+            continue
         row = f"  {name:18} {ledger.seconds(name):15,.1f} {ledger.share(name):9.1%}"
         check = f"{predicted[name]:.1%}" if name in predicted else "-"
         rows.append(f"{row}{check:>10}" if predicted else row)

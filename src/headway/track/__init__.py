@@ -24,7 +24,7 @@ from headway.track.events import (
     record_path,
 )
 from headway.track.files import make_durable, read_recipe, write_json
-from headway.track.ledger import ACCOUNTS, AttemptTime, Ledger, account, largest_overhead
+from headway.track.ledger import ACCOUNTS, OF_POLICIES, AttemptTime, Ledger, account, largest_overhead
 from headway.track.metrics import history, metric_names, read_metric, read_metrics
 from headway.track.plans import RunPlan, read_plan, write_plan
 from headway.track.runs import (
@@ -55,6 +55,7 @@ __all__ = [
     "ACCOUNTS",
     "FAILED",
     "FORMAT",
+    "OF_POLICIES",
     "START",
     "AttemptTime",
     "EvalMetric",

@@ -32,6 +32,8 @@ ACCOUNTS = (
     "unattributed",
 )
 """Every account, in display order."""
+OF_POLICIES = ("generation", "scoring", "weight sync", "rollout wait")
+"""Those that only runs of reinforcement learning have."""
 
 _SPANS = {
     "startup": "start-up",
