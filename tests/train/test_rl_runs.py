@@ -53,6 +53,7 @@ def make_recipe(base):
             "rl": {"samples": SAMPLES, "max_tokens": 8, "rewards": [f"rewards_of_tests:{reward}"], **rl},
             "inference": {"exact": exact},
             "checkpoint": {"every_steps": 2},
+            "eval": {"every_steps": 3, "windows": 3},
         })  # fmt: skip
 
     return make
@@ -86,6 +87,8 @@ def test_the_trainer_gives_sampled_tokens_the_sampler_s_bits_and_a_killed_run_en
     assert len(killed.ways_on) == 1
     assert compare_runs(killed.run, alone.run).equal
     assert rollouts_of(killed) == rollouts_of(alone)
+    [held_out], [again] = (lived.events("eval") for lived in (alone, killed))
+    assert 0 < held_out["reward"] == held_out["reward/rewards_of_tests:digits"] == again["reward"] < 1
 
 
 POINTS = ["generate", "score", "compute", "optimizer", "save"]

@@ -41,6 +41,10 @@ from headway.train.objectives import CountedObjective
 
 HELD_OUT = ("reward", "length", "truncated")
 """Metrics of answers to held-out prompts, besides those of each reward."""
+HELD_OUT_ANSWERS = 4
+"""Answers to each held-out prompt, or as many as to others if those are fewer."""
+HELD_OUT_SAMPLES = 1 << 50
+"""Numbers of samples from here on are those of held-out prompts: the same random numbers in every evaluation."""
 POLL_S = 0.01
 """Between looks at the scorers once all answers are sampled."""
 
@@ -116,14 +120,13 @@ class RolloutFeed:
         self._sampler = None
 
     def held_out_rewards(self, held_out: Ids, version: int) -> dict[str, float]:
-        """See Feed: of one greedy answer to each prompt; all workers together."""
-        prompts = [self.prompts.prompt(int(number)) for number in held_out]
-        requests = [AnswerRequest(prompt, place, 0) for place, prompt in enumerate(prompts)]
-        groups = groups_of(self._gathered(self.sampled(requests[self._mine], version, greedy=True)), self._rl)
+        """See Feed: of some answers to each prompt, sampled as in training; all workers together."""
+        prompts = [(HELD_OUT_SAMPLES + place, self.prompts.prompt(int(n))) for place, n in enumerate(held_out)]
+        answers = range(min(self._rl.samples, HELD_OUT_ANSWERS))
+        requests = [AnswerRequest(prompt, place, answer) for place, prompt in prompts[self._mine] for answer in answers]
+        groups = groups_of(self._gathered(self.sampled(requests, version)), self._rl)
         metrics = metrics_of(groups, self._rl, version)
-        return {
-            key: metrics[key] for key in metrics if key in ("reward", "length", "truncated") or key[:7] == "reward/"
-        }
+        return {key: value for key, value in metrics.items() if key in HELD_OUT or key.startswith("reward/")}
 
     # -- obtain
 
