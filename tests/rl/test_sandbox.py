@@ -191,6 +191,15 @@ def test_a_program_that_sleeps_is_ended() -> None:
     assert end.status == process.TIMED_OUT
 
 
+def test_processes_of_a_private_run_build_one_too() -> None:
+    """They have its umask, with which another user could not enter any folder of the sandbox."""
+    umask = os.umask(0o077)
+    try:
+        assert run_program("print(1)", b"", PATIENT, 100).output == b"1\n"
+    finally:
+        os.umask(umask)
+
+
 @pytest.mark.slow
 def test_a_program_that_floods_is_ended() -> None:
     end = run_program("while True: print('x' * 1000)", b"", PATIENT, 5000)

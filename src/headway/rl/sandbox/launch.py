@@ -54,6 +54,7 @@ class Stopped(BaseException):
 def main() -> int:
     """Build the sandbox, run the command, and return the exit status."""
     signal.signal(signal.SIGTERM, _stop)
+    os.umask(0o022)  # a private run's is 077, and then the code, which is another user, could not read its interpreter
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         config = json.load(file)
