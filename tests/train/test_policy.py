@@ -330,7 +330,7 @@ def test_metrics_are_means_over_tokens():
     }
     for name, tokens in expected.items():
         assert named[name] == pytest.approx(float(tokens.mean()), rel=1e-4), name
-        assert float(tokens.abs().sum()) > 0, f"the sample says nothing of {name}"
+        assert float(tokens.abs().sum()) > 0, f"no token of the sample has any {name}"
     terms = ("policy_loss", "kl_loss", "entropy_loss")
     assert set(named) == {*expected, *terms}
     assert sum(named[term] for term in terms) == pytest.approx(float(loss), rel=1e-5)

@@ -37,7 +37,6 @@ from headway.state.tensors import ModelShare, load_weights
 from headway.track import RunFolder, read_recipe
 from headway.train.answers import AnswerRequest, live_sampler
 from headway.train.build import draw_weights
-from headway.train.custom_init import load_buffers
 from headway.train.environment import device_name
 from headway.train.objectives import make_objective
 from headway.train.optim import lower
@@ -114,11 +113,8 @@ def policy_at(recipe: Recipe, run: RunFolder, checkpoint: Path | None, world: Wo
     objective = cast(Objective, make_objective(recipe.objective, False, recipe.rl))
     spread = parallelize_model(model, recipe, world, objective=objective)
     held = ModelShare(world.rank, world.stage, spread.borrowed, spread.names, base)
-    if recipe.model.class_ is not None:
-        load_buffers(run, spread.model)
-    else:
-        for buffer in spread.model.buffers():
-            buffer.zero_()  # it was uninitialized memory
+    for buffer in spread.model.buffers():
+        buffer.zero_()  # it was uninitialized memory
     if checkpoint is None or base:  # a checkpoint of a run with adapters has only those
         draw_weights(spread.model, recipe, held, run)
     if checkpoint is not None:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 FAILED, TIMED_OUT, NOT_BUILT = 1, 124, 125
 FIRST_UID = 0x70000000
-"""Of sandboxes that root builds: each has a uid that nobody has, counted from here."""
+"""Of sandboxes that root builds: each has an unused uid, counted from here."""
 NOBODY = 65534
 UID_INSIDE = 1000
 """Of sandboxes that a user without privileges builds: the user's own uid appears as this one."""
@@ -217,7 +217,7 @@ def _run_init(config: dict[str, Any], cgroups: list[str], status: int) -> NoRetu
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         poller = select.poll()
         poller.register(status, 0)
-        if poller.poll(0):  # nobody can read it: the process outside died before the kernel was asked to tell
+        if poller.poll(0):  # the reading end is closed: the process outside died before prctl was called
             os._exit(FAILED)
         for folder in cgroups:
             if not _write(f"{folder}/cgroup.procs", "0"):
@@ -341,7 +341,7 @@ def _keep_descriptors(verdict: int | None, status: int) -> None:
 
 
 def _drop_privileges(offset: int) -> bool:
-    """Become the sandbox's user; return whether nobody else has this uid."""
+    """Become the sandbox's user; return whether the uid is used by no other process."""
     if os.getuid() != 0:
         return True  # in a user namespace; exec takes the capabilities
     os.setgroups([])
