@@ -15,8 +15,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long a machine takes says nothing about what it computes.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long a machine takes says nothing about what it computes. The same examples on every run of `make test`, so that
+# it fails for what a change did; `make test-all` draws others each time.
+settings.register_profile(
+    "patient",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="HEADWAY_TEST_ALL" not in os.environ,
+)
 settings.load_profile("patient")
 pytest_plugins = ["cpu_time"]
 pytest.register_assert_rewrite("engine_suite")  # which is imported by the files of the engines' tests

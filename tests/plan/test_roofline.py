@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway.errors import UsageError
@@ -116,6 +116,7 @@ some_points = st.builds(
 )
 
 
+@example([RooflinePoint("a", 0.0, 1000.0, 1e-06)], 64, 1.211e15, 1.205e9)  # a long line of the roof
 @settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(some_points, min_size=1, max_size=20), st.integers(64, 200), st.floats(1e10, 1e16), st.floats(1e9, 1e14)

@@ -100,7 +100,7 @@ def text_roofline(
     width = min(width, WIDEST)
     placed = place(points, peak_flops_s, bandwidth_bytes_s)
     shown = placed[:MOST]
-    lines = [_cut(title, width), _roof_line(peak_flops_s, bandwidth_bytes_s), ""]
+    lines = [*(_cut(line, width) for line in (title, _roof_line(peak_flops_s, bandwidth_bytes_s))), ""]
     lines += _chart(shown, peak_flops_s, bandwidth_bytes_s, width)
     lines += ["", *_legend(shown, width)]
     lines += [f"   {note}" for note in _notes(placed)]
