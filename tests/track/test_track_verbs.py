@@ -242,6 +242,18 @@ def test_metrics_prints_steps_and_values(tmp_path):
     assert isinstance(call(tmp_path, "metrics", "demo", "--key", "nope").exception, UsageError)
 
 
+def test_metrics_with_a_common_prefix_are_columns(tmp_path):
+    run = create_run(tmp_path, "demo", "demo")
+    with Recorder(record_path(run.events, 1, "rank-0"), process="rank-0", attempt=1) as recorder:
+        recorder.event("step", step=1, loss=4.0, **{"ratio/0-0.5": 0.125})
+        recorder.event("step", step=2, loss=4.0, **{"ratio/0-0.5": 0.25, "ratio/0.5-inf": 0.75})
+    rows = [line.split() for line in call(tmp_path, "metrics", "demo", "--key", "ratio/").output.splitlines()]
+    assert rows == [["step", "0-0.5", "0.5-inf"], ["1", "0.125"], ["2", "0.25", "0.75"]]
+    document = json.loads(call(tmp_path, "metrics", "demo", "--key", "ratio/", "--json").output)
+    assert document["values"]["ratio/0.5-inf"] == [None, 0.75]
+    assert isinstance(call(tmp_path, "metrics", "demo", "--key", "nope/").exception, UsageError)
+
+
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="the optional tensorboard package is not installed"
 )

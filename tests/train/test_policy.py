@@ -303,6 +303,10 @@ def test_all_parts_together_are_their_definition(ratio, clip, normalizer):
         compare(recipe, make_rl(), make_answers(seed), in_parts(recipe), SPLITS[-1:])
 
 
+HISTOGRAM = ("ratio/0-0.5", "ratio/0.5-0.8", "ratio/0.8-0.95", "ratio/0.95-1.05", "ratio/1.05-1.2", "ratio/1.2-2",
+             "ratio/2-inf")  # fmt: skip
+
+
 def test_metrics_are_means_over_tokens():
     values = {"kind": "grpo", "kl": "k3", "kl_weight": 0.1, "entropy": 0.1, "correction": "mask",
               "correction_limit": 1.25}  # fmt: skip
@@ -318,8 +322,12 @@ def test_metrics_are_means_over_tokens():
     )
     advantage = torch.cat([torch.full((len(a.current),), a.advantage) for a in present])
     ratio, factor = (now - old).exp(), (old - sampled).exp()
+    importance = (now - sampled).exp()
+    buckets = np.histogram(importance.detach().numpy(), [0, 0.5, 0.8, 0.95, 1.05, 1.2, 2, np.inf])[0] / len(now)
+    assert [named.pop(name) for name in HISTOGRAM] == pytest.approx(buckets.tolist(), rel=1e-5)
+    assert np.count_nonzero(buckets) >= 4
     expected = {
-        "ratio": (now - sampled).exp(),
+        "ratio": importance,
         "ratio_squared": (2 * (now - sampled)).exp(),
         "mismatch": (old - sampled).abs(),
         "clipped_low": ((ratio < 0.8) & (advantage < 0)).double(),
@@ -338,7 +346,7 @@ def test_metrics_are_means_over_tokens():
 
 def test_only_what_applies_is_named_and_needed():
     plain = make_objective(PolicyGradient(kind="rloo"), rl=make_rl(updates=1))
-    assert plain.names == ("policy_loss", "ratio", "ratio_squared", "mismatch")
+    assert plain.names == ("policy_loss", "ratio", "ratio_squared", "mismatch", *HISTOGRAM)
     assert plain.columns == {WEIGHT, ADVANTAGE, BEHAVIOUR}
     for changes in ({"updates": 2}, {"staleness": 1}):
         assert PROXIMAL in make_objective(PolicyGradient(kind="rloo"), rl=make_rl(**changes)).columns
@@ -362,7 +370,7 @@ def test_the_ratio_is_exactly_one_where_sampler_and_trainer_agree():
     batch = DeviceBatch(labels, labels, torch.from_numpy(host.documents), columns)
     sums = dict(zip(objective.names, objective.measure(exact.view(labels.shape), batch).tolist(), strict=True))
     tokens = objective.counts(host)[-1]
-    assert sums["ratio"] == sums["ratio_squared"] == tokens
+    assert sums["ratio"] == sums["ratio_squared"] == sums["ratio/0.95-1.05"] == tokens
     assert sums["mismatch"] == sums["clipped_low"] == sums["clipped_high"] == 0
 
 

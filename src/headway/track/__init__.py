@@ -25,7 +25,7 @@ from headway.track.events import (
 )
 from headway.track.files import make_durable, read_recipe, write_json
 from headway.track.ledger import ACCOUNTS, OF_POLICIES, AttemptTime, Ledger, account, largest_overhead
-from headway.track.metrics import history, metric_names, read_metric, read_metrics
+from headway.track.metrics import history, metric_names, metric_table, read_metric, read_metrics
 from headway.track.plans import RunPlan, read_plan, write_plan
 from headway.track.runs import (
     FAILED,
@@ -92,6 +92,7 @@ __all__ = [
     "lock_run",
     "make_durable",
     "metric_names",
+    "metric_table",
     "next_attempt",
     "parse_ref",
     "read_ends",

@@ -52,6 +52,18 @@ def read_metric(run: RunFolder, key: str) -> Series:
     return series[key]
 
 
+def metric_table(run: RunFolder, prefix: str) -> dict[str, Any]:
+    """Return all metrics whose names begin with a prefix: `steps`, and by name the `values` at each step, or None;
+    raise UsageError if there are none."""
+    matching = {name: series for name, series in read_metrics(run).items() if name.startswith(prefix)}
+    if not matching:
+        names = ", ".join(metric_names(run)) or "none yet"
+        raise UsageError(f"run {run.name} has no metric that begins with {prefix!r}", hint=f"recorded metrics: {names}")
+    by_step = {name: dict(zip(*(part.tolist() for part in series), strict=True)) for name, series in matching.items()}
+    steps = sorted({step for values in by_step.values() for step in values})
+    return {"steps": steps, "values": {name: [values.get(step) for step in steps] for name, values in by_step.items()}}
+
+
 def metric_names(run: RunFolder) -> list[str]:
     """Return the names of a run's metrics."""
     return list(read_metrics(run))

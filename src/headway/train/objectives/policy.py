@@ -21,6 +21,8 @@ divergence's own, and that of k3 is the divergence's the other way around, as in
 If one update follows each batch of rollouts, q is p without its gradient: r is 1, and its gradient that of log p.
 """
 
+from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -47,6 +49,11 @@ document."""
 LARGEST = 20.0
 """Differences of log-probabilities are cut at this, before an exponential overflows: of ratios, and their squares."""
 
+RATIO_BOUNDS = (0.0, 0.5, 0.8, 0.95, 1.05, 1.2, 2.0, inf)
+"""Of a histogram of importance ratios; 0.8 and 1.2 are PPO's clipping, and equal models are in the middle."""
+RATIO_SHARES = {f"ratio/{low:g}-{high:g}": (low, high) for low, high in pairwise(RATIO_BOUNDS)}
+"""Metrics of the histogram, with the ratios of each: from, and up to but without."""
+
 
 class TokenValues(NamedTuple):
     """What is known of each label [B, L], 0 for labels outside of the loss."""
@@ -72,7 +79,7 @@ class PolicyLoss(PolicyObjective):
             columns.add(REFERENCE_LOGPROBS)
         self.columns = frozenset(columns)
         terms = ["policy_loss"] + ["kl_loss"] * self.kl_in_loss + ["entropy_loss"] * self.wants_entropy
-        metrics = ["ratio", "ratio_squared", "mismatch"]
+        metrics = ["ratio", "ratio_squared", "mismatch", *RATIO_SHARES]
         metrics += ["clipped_low", "clipped_high"] if recipe.clip != "none" else []
         metrics += ["corrected"] if recipe.correction != "none" else []
         metrics += ["kl"] * self.kl_in_loss + ["entropy"] * self.wants_entropy
@@ -90,8 +97,9 @@ class PolicyLoss(PolicyObjective):
         """Return the sums; scores are log-probabilities [B, L], or with the entropy [B, L, 2].
 
         Metrics besides the loss's terms: the mean ratio p / b and its square, of which the effective sample size
-        follows; the mean |log q - log b|, between trainer and sampler; shares of tokens whose ratio was clipped, and of
-        those that the correction cut; the divergence; the entropy. All are means over tokens.
+        follows; the mean |log q - log b|, between trainer and sampler; the shares of tokens whose p / b is within each
+        of RATIO_SHARES; shares of tokens whose ratio was clipped, and of those that the correction cut; the divergence;
+        the entropy. All are means over tokens.
         """
         recipe = self.recipe
         logprobs_BL, entropy_BL = scores.unbind(-1) if self.wants_entropy else (scores, None)
@@ -99,8 +107,11 @@ class PolicyLoss(PolicyObjective):
         ratio_BL = self._ratio(values, batch)
         policy_BL, metrics = self._policy(ratio_BL, values)
         terms, sampled = [policy_BL], values.current.detach() - values.behaviour
-        seen = {"ratio": _exp(sampled), "ratio_squared": _exp(sampled).square()}
+        importance_BL = _exp(sampled)
+        seen = {"ratio": importance_BL, "ratio_squared": importance_BL.square()}
         seen["mismatch"] = (values.proximal - values.behaviour).abs()
+        for name, (low, high) in RATIO_SHARES.items():
+            seen[name] = ((importance_BL >= low) & (importance_BL < high)).to(importance_BL.dtype)
         seen |= metrics
         if self.kl_in_loss:
             reference_BL = _where(values.weight, batch.columns[REFERENCE_LOGPROBS])
