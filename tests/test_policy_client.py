@@ -122,6 +122,21 @@ def test_prompts_rewards_and_advantages_of_ones_own(data: Path, tmp_path: Path) 
         assert moved[3] > moved[4]
 
 
+def test_an_advantage_per_token_is_that_of_each_token(data: Path, tmp_path: Path) -> None:
+    with client_of(policy_recipe(data), tmp_path) as client:
+        answers = client.sample(client.prompts(2), n=2)
+        numbers = [0.5, -0.5, 0.25, -1.0]
+        by_token = [np.full(len(answer.token_ids), number) for answer, number in zip(answers, numbers, strict=True)]
+        assert client.forward_backward(answers, numbers) == client.forward_backward(answers, by_token)
+        before = client.logprobs(answers)
+        client.optim_step(lr=0.0)
+        first = [np.zeros(len(answer.token_ids)) for answer in answers]
+        first[0][0] = 1.0  # only this token is to become likelier
+        client.forward_backward(answers, first)
+        client.optim_step(lr=0.01)
+        assert client.logprobs(answers)[0][0] > before[0][0]
+
+
 def test_gradients_of_several_calls_add_up(data: Path, tmp_path: Path) -> None:
     with client_of(policy_recipe(data, objective={"kind": "grpo", "normalizer": "sequence"}), tmp_path) as client:
         answers = client.sample(client.prompts(2), n=2)
@@ -158,6 +173,8 @@ def test_wrong_calls_are_refused(data: Path, tmp_path: Path, monkeypatch: pytest
         answers = client.sample(client.prompts(1), n=2)
         with pytest.raises(RunError, match="2 answers, but 1 advantages"):
             client.forward_backward(answers, [1.0])
+        with pytest.raises(RunError, match=r"advantages of shape \(1,\) for an answer of \d+ tokens"):
+            client.forward_backward(answers, [np.zeros(1), 1.0])
         with pytest.raises(RunError, match="no gradients to update"):
             client.optim_step()
         with pytest.raises(RequestError, match="but the model takes"):

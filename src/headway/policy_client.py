@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headway.agent import new_run
@@ -34,7 +35,7 @@ from headway.recipe import Assignment, Recipe
 from headway.recipe.load import load_recipe, with_settings
 from headway.recipe.policy import PolicyGradient
 from headway.rl.groups import Group, advantages_of, groups_of, metrics_of, weights_of
-from headway.rl.packing import Floats, PackedAnswers
+from headway.rl.packing import Floats, PackedAnswers, per_token
 from headway.rl.rollout import Rollout
 from headway.state import CheckpointFacts, abandon, begin_checkpoint, commit, open_checkpoint, shard_name, write_shard
 from headway.state.tensors import named_state, pieces
@@ -50,6 +51,9 @@ from headway.train.rng import rng_state, seed_step
 from headway.train.rollouts import RolloutFeed
 from headway.train.schedule import learning_rate
 from headway.train.stop import StopRequest
+
+FloatArray = npt.NDArray[np.float64]
+Value = TypeVar("Value")
 
 OWN_SAMPLES = 1 << 40
 """Numbers of samples from here on are those of prompts that are not of the dataset."""
@@ -165,8 +169,9 @@ class PolicyClient:
         by_key = {(rollout.sample, rollout.answer): rollout for rollout in rollouts}
         return [by_key[request.key] for request in requests]
 
-    def advantages(self, answers: Sequence[Rollout]) -> list[float]:
-        """Return the advantages of scored answers, as the recipe's objective computes them of their groups."""
+    def advantages(self, answers: Sequence[Rollout]) -> list[FloatArray]:
+        """Return the advantages of scored answers' tokens, as the recipe's objective computes them of their groups: the
+        same for all tokens of an answer, but for REINFORCE++."""
         groups, rows, taken_off = groups_of(answers, self._rl), self._feed.rows, None
         if self._policy.kl_in == "reward" and rows.logprobs_needed:
             packed = rows.pack([rollout for group in groups for rollout in group.rollouts])
@@ -181,19 +186,20 @@ class PolicyClient:
         packed = self._feed.rows.pack(answers)
         values = self._feed.rows.logprobs(PROXIMAL, packed)
         values = np.where(packed.batch.labels != MASKED, values, np.float32(0))
-        return [values[row, span] for row, span in places(packed, answers)]
+        return [values[span] for span in packed.spans]
 
     def forward_backward(
         self,
         answers: Sequence[Rollout],
-        advantages: Sequence[float],
+        advantages: Sequence[float | FloatArray],
         *,
         weights: Sequence[float] | None = None,
         proximal: Sequence[Floats] | None = None,
     ) -> dict[str, float]:
         """Add the gradients of the objective's loss of answers to those that there are; return its metrics by name.
 
-        The loss is normalized over these answers. `weights` of answers in the loss are by default those of the recipe:
+        An advantage is a number per answer, or an array of one per token. The loss is normalized over these answers.
+        `weights` of answers in the loss are by default those of the recipe:
         0 where `rl.if_reward_fails` or `rl.mask_truncated` leaves one out. `proximal`, what `logprobs` returned before
         an earlier update, is what ratios compare with; by default the weights of now.
         """
@@ -203,10 +209,11 @@ class PolicyClient:
             )
         groups = groups_of(answers, self._rl)
         if weights is None:
-            weights = _by_answer(answers, groups, [weights_of(group, self._rl) for group in groups])
+            weights = _by_answer(answers, groups, [weights_of(group, self._rl).tolist() for group in groups])
         rows, parts = self._feed.rows, self._parts
         packed = rows.pack(answers)
-        columns = rows.columns(packed, advantages, weights, self._scores(packed, answers, proximal))
+        by_token = [_by_token(each, answer) for each, answer in zip(advantages, answers, strict=True)]
+        columns = rows.columns(packed, by_token, weights, self._scores(packed, proximal))
         fed = rows.fed(packed, columns, self._at.cursor, metrics_of(groups, self._rl, self.step))
         counts = global_counts(parts, len(groups), fed.trained, fed.counts)
         if self.recipe.lora is not None and self.recipe.lora.dropout:
@@ -258,16 +265,12 @@ class PolicyClient:
         self._parts.optimizer.zero_grad(set_to_none=True)
         self._passed = []
 
-    def _scores(
-        self, packed: PackedAnswers, answers: Sequence[Rollout], proximal: Sequence[Floats] | None
-    ) -> dict[str, Floats]:
+    def _scores(self, packed: PackedAnswers, proximal: Sequence[Floats] | None) -> dict[str, Floats]:
         """Return the log-probabilities that the loss needs."""
         needed = set(self._feed.rows.logprobs_needed) & self._parts.objective.columns
         scores = dict[str, Floats]()
         if proximal is not None and PROXIMAL in needed:
-            scores[PROXIMAL] = np.zeros(packed.batch.inputs.shape, dtype=np.float32)
-            for values, (row, span) in zip(proximal, places(packed, answers), strict=True):
-                scores[PROXIMAL][row, span] = values
+            scores[PROXIMAL] = per_token(proximal, packed)
         return scores | {name: self._feed.rows.logprobs(name, packed) for name in sorted(needed - scores.keys())}
 
     # -- state
@@ -324,19 +327,21 @@ class PolicyClient:
         self.close()
 
 
-def places(packed: PackedAnswers, answers: Sequence[Rollout]) -> list[tuple[int, slice]]:
-    """Return the row of each answer, and where in it the log-probabilities of the answer's tokens are."""
-    starts = [
-        int(first) + len(answer.prompt_ids) - 1 for (_, first), answer in zip(packed.places, answers, strict=True)
-    ]
-    spans = [slice(start, start + len(answer.token_ids)) for start, answer in zip(starts, answers, strict=True)]
-    return [(int(row), span) for (row, _), span in zip(packed.places, spans, strict=True)]
+def _by_token(advantage: float | FloatArray, answer: Rollout) -> FloatArray:
+    """Return the advantage of each token of an answer."""
+    values, count = np.asarray(advantage, dtype=np.float64), len(answer.token_ids)
+    if values.shape not in ((), (count,)):
+        raise RunError(
+            f"advantages of shape {values.shape} for an answer of {count} tokens",
+            hint="one number per answer, or one per token",
+        )
+    return np.broadcast_to(values, count)
 
 
-def _by_answer(answers: Sequence[Rollout], groups: Sequence[Group], values: Sequence[Sequence[float]]) -> list[float]:
+def _by_answer(answers: Sequence[Rollout], groups: Sequence[Group], values: Sequence[Sequence[Value]]) -> list[Value]:
     """Return values of groups in the order of answers."""
     by_key = {
-        (rollout.sample, rollout.answer): float(value)
+        (rollout.sample, rollout.answer): value
         for group, row in zip(groups, values, strict=True)
         for rollout, value in zip(group.rollouts, row, strict=True)
     }

@@ -293,7 +293,7 @@ def answers(recipe: Recipe) -> DeviceBatch:
     now = now.gather(2, batch.labels.clamp(min=0)[..., None])[..., 0]
     names = (BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS)
     columns = {name: now + 0.3 * torch.randn(now.shape, generator=generator) for name in names}
-    columns |= {ADVANTAGE: torch.randn(ROWS, WIDTH, generator=generator), WEIGHT: batch.columns["weight"].clone()}
+    columns |= {ADVANTAGE: torch.randn(now.shape, generator=generator), WEIGHT: batch.columns["weight"].clone()}
     columns[WEIGHT][1, 2] = 0
     return replace(batch, columns=columns)
 
@@ -320,10 +320,10 @@ def plain_policy(recipe: Recipe, kind: str) -> dict[str, torch.Tensor]:
             behaviour, proximal, reference = (
                 batch.columns[name][row][here].double() for name in (BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS)
             )
-            advantage = float(batch.columns[ADVANTAGE][row, document])
+            advantage = batch.columns[ADVANTAGE][row][here].double()
             if kind == "sequence":
                 ratio = ((current - proximal).sum() / len(current)).exp()
-                losses.append(-torch.min(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage))
+                losses.append(-torch.min(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage).mean())
                 continue
             factor = (proximal - behaviour).exp()
             factor = factor.where((factor < 1.3) & (factor > 1 / 1.3), 0.0)

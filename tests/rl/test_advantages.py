@@ -12,16 +12,28 @@ from hypothesis import strategies as st
 from headway.recipe.rl import Overlong
 from headway.rl.advantages import (
     EPSILON,
-    advantages,
+    batch_advantages,
     divergences,
     effective_sample_share,
     overlong_penalty,
     pass_at_k,
+    returns,
     zero_variance,
 )
+from headway.rl.advantages import advantages as advantages_in_groups
 
 KINDS = ["group", "group-mean", "leave-one-out", "batch"]
 REWARDS = [[1.0, 0.0, 0.5, 0.0], [0.1, 0.1, 0.1, 0.1], [2.0, -1.0, 0.0, 3.0]]
+
+
+def advantages(rewards, kind: str, present=None) -> np.ndarray:
+    """Of every kind; in a batch, answers have one token each."""
+    if kind != "batch":
+        return advantages_in_groups(rewards, kind, present)
+    rewards = np.asarray(rewards, dtype=np.float64)
+    counts = np.ones(rewards.shape, dtype=bool) if present is None else np.asarray(present, dtype=bool)
+    values = batch_advantages([*rewards.reshape(-1, 1)], [*counts.reshape(-1, 1)])
+    return np.concatenate(values).reshape(rewards.shape)
 
 
 def from_papers(rewards: list[list[float]], kind: str) -> list[list[float]]:
@@ -78,6 +90,36 @@ def test_an_answer_alone_has_no_advantage(kind):
 def test_the_batch_is_normalized_without_group_means():
     """REINFORCE++ without its baseline: a group that is better than others has positive advantages only."""
     assert (advantages([[1.0, 1.1], [0.0, 0.1]], "batch")[0] > 0).all()
+
+
+def test_returns_and_their_normalization_are_those_of_reinforce_plus_plus():
+    """A_t = r - beta sum over i >= t of KL_i, less the mean over all tokens of the batch, over their deviation; a
+    token at a time, with one answer left out and tokens that an environment wrote."""
+    rng = np.random.default_rng(3)
+    rewards, lengths, weight = [1.0, 0.0, 0.5, 7.0], [3, 1, 6, 2], 0.3
+    costs = [rng.normal(size=n) for n in lengths]
+    counts = [np.ones(n, dtype=bool) for n in lengths]
+    counts[3][:] = False
+    counts[2][2:4] = False
+    costs[2][2:4] = 0
+    by_token = {
+        (i, t): rewards[i] - weight * sum(float(costs[i][later]) for later in range(t, lengths[i]))
+        for i in range(4)
+        for t in range(lengths[i])
+        if counts[i][t]
+    }
+    mean, deviation = statistics.fmean(by_token.values()), statistics.stdev(by_token.values())
+    values = batch_advantages([returns(r, weight * c) for r, c in zip(rewards, costs, strict=True)], counts)
+    for i, length in enumerate(lengths):
+        expected = [(by_token[i, t] - mean) / (deviation + EPSILON) if (i, t) in by_token else 0 for t in range(length)]
+        np.testing.assert_allclose(values[i], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_batch_counts_long_answers_by_their_tokens():
+    values = batch_advantages([np.full(3, 1.0), np.full(1, 0.0)], [np.ones(3, dtype=bool), np.ones(1, dtype=bool)])
+    assert sum(map(len, values)) == 4
+    np.testing.assert_allclose(np.concatenate(values), [0.5, 0.5, 0.5, -1.5], rtol=1e-5)
+    assert batch_advantages([], []) == []
 
 
 def test_a_reward_that_is_not_finite_is_refused():

@@ -14,7 +14,7 @@ from headway.errors import RunError, WorkerError
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
 from headway.rl.groups import advantages_of, chosen, groups_of, metrics_of, shares
-from headway.rl.packing import best_fit, divergence_sums, pack_answers, per_answer
+from headway.rl.packing import best_fit, pack_answers, per_answer, per_token, token_divergences
 from headway.rl.rollout import AnswerScore, Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, from_lines, to_lines
 from headway.track import RunFolder
@@ -152,8 +152,9 @@ def test_packed_rows_hold_each_answer_once_and_train_on_what_the_model_wrote(see
     batch = packed.batch
     assert len(batch.inputs) % multiple == 0
     assert batch.trained == sum(len(one.token_ids) for one in rollouts)
-    for one, (row, first) in zip(rollouts, packed.places.tolist(), strict=True):
-        ids = [*one.prompt_ids, *one.token_ids]
+    for one, (row, span) in zip(rollouts, packed.spans, strict=True):
+        ids, first = [*one.prompt_ids, *one.token_ids], span.start - len(one.prompt_ids) + 1
+        assert batch.labels[row, span].tolist() == list(one.token_ids)
         here = slice(first, first + len(ids) - 1)
         assert batch.inputs[row, here].tolist() == ids[:-1]
         expected = [MASKED] * (len(one.prompt_ids) - 1) + list(one.token_ids)
@@ -185,16 +186,24 @@ def test_columns_by_answer_are_zero_for_padding() -> None:
 
 
 @pytest.mark.parametrize(("kind", "of"), [("k1", lambda d: d), ("k2", lambda d: d * d / 2)])
-def test_divergences_are_summed_over_each_answer(kind: str, of) -> None:
+def test_divergences_are_those_of_each_token(kind: str, of) -> None:
     rollouts = random_rollouts(2, 5, 12)
     packed = pack_answers(rollouts, 12, 1)
     numbers = np.random.default_rng(0)
     own, reference = numbers.normal(size=(2, *packed.batch.inputs.shape)).astype(np.float32)
-    sums = divergence_sums(packed, own, reference, kind)
-    for one, (row, first), value in zip(rollouts, packed.places.tolist(), sums, strict=True):
-        start = first + len(one.prompt_ids) - 1
-        gaps = (own - reference).astype(np.float64)[row, start : start + len(one.token_ids)]
-        assert value == pytest.approx(of(gaps).sum(), rel=1e-5)
+    values = token_divergences(packed, own, reference, kind)
+    for one, span, of_tokens in zip(rollouts, packed.spans, values, strict=True):
+        gaps = (own - reference).astype(np.float64)[span]
+        assert len(gaps) == len(one.token_ids)
+        np.testing.assert_allclose(of_tokens, of(gaps), rtol=1e-5, atol=1e-6)
+
+
+def test_columns_by_token_are_zero_where_the_model_wrote_nothing() -> None:
+    rollouts = [rollout(0, 0, prompt=(9, 9), ids=(1, 2, 3), written=((0, 1), (2, 3))), rollout(0, 1, ids=(4, 5))]
+    packed = pack_answers(rollouts, 16, 1)
+    column = per_token([np.array([1.0, np.nan, 3.0]), np.array([4.0, 5.0])], packed)
+    assert [column[span].tolist() for span in packed.spans] == [[1, 0, 3], [4, 5]]
+    assert column.sum() == 13
 
 
 # -- groups
@@ -246,9 +255,24 @@ def test_a_batch_is_divided_among_its_steps_without_loss(groups: int, steps: int
 def test_what_is_taken_off_rewards_changes_advantages() -> None:
     groups = groups_of([rollout(sample, answer, 1.0) for sample in range(2) for answer in range(2)], rl())
     policy = PolicyGradient(kind="dr-grpo")
-    assert not np.concatenate(advantages_of(groups, policy)).any()
-    values = advantages_of(groups, policy, [0.0, 0.2, 0.4, 0.0])
-    np.testing.assert_allclose(np.concatenate(values), [0.1, -0.1, -0.2, 0.2])
+    assert not any(of_tokens.any() for group in advantages_of(groups, policy) for of_tokens in group)
+    lengths = [len(each.token_ids) for group in groups for each in group.rollouts]
+    costs = [np.full(n, cost / n) for n, cost in zip(lengths, [0.0, 0.2, 0.4, 0.0], strict=True)]
+    values = [of_tokens for group in advantages_of(groups, policy, costs) for of_tokens in group]
+    for of_tokens, n, expected in zip(values, lengths, [0.1, -0.1, -0.2, 0.2], strict=True):
+        np.testing.assert_allclose(of_tokens, np.full(n, expected))
+
+
+def test_in_a_batch_the_divergence_of_a_token_is_taken_off_the_tokens_before_it() -> None:
+    rollouts = [rollout(0, 0, 1.0, ids=(1, 2, 3), written=((0, 1), (2, 3))), rollout(0, 1, 0.0, ids=(4, 5))]
+    groups = groups_of(rollouts, rl())
+    [values] = advantages_of(groups, PolicyGradient(kind="reinforce++"), [np.array([0.1, 0, 0.3]), np.array([0.2, 0])])
+    at = {(0, 0): 0.6, (0, 2): 0.7, (1, 0): -0.2, (1, 1): 0.0}
+    mean, deviation = np.mean([*at.values()]), np.std([*at.values()], ddof=1)
+    for (answer, token), reward in at.items():
+        assert values[answer][token] == pytest.approx((reward - mean) / deviation, rel=1e-5)
+    assert values[0][1] == 0, "of a token that the model did not write"
+    assert advantages_of([], PolicyGradient(kind="reinforce++")) == []
 
 
 def test_metrics_are_means_over_answers_and_groups() -> None:

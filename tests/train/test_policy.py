@@ -13,7 +13,7 @@ from headway.models.loss import token_logprobs
 from headway.parallel.objective import DeviceBatch, SumScale, loss_of
 from headway.recipe.policy import PRESETS, PolicyGradient
 from headway.recipe.rl import Rl
-from headway.rl.advantages import advantages
+from headway.rl.advantages import advantages, batch_advantages, divergences, returns
 from headway.train.objectives import make_objective
 from headway.train.objectives.policy import ADVANTAGE, BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS, WEIGHT
 
@@ -39,7 +39,8 @@ class Answer:
     behaviour: torch.Tensor
     proximal: torch.Tensor
     reference: torch.Tensor
-    advantage: float
+    advantage: float | torch.Tensor
+    """Of all its tokens, or [n]."""
     present: bool = True
 
     @property
@@ -85,9 +86,10 @@ def packed(answers: list[Answer], packing: list[list[int]]) -> tuple[Batch, torc
     seq = 3 + max(sum(answers[i].prompt + len(answers[i].tokens) for i in row) for row in packing)
     shape = (len(packing), seq)
     documents, labels = np.zeros(shape, dtype=np.int32), np.full(shape, -100)
-    columns = {name: np.zeros((len(packing), width), dtype=np.float32) for name in (WEIGHT, ADVANTAGE)}
+    by_token = (ADVANTAGE, BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS)
     # NaN where nothing may be read.
-    columns |= {name: np.full(shape, np.nan, dtype=np.float32) for name in (BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS)}
+    columns = {name: np.full(shape, np.nan, dtype=np.float32) for name in by_token}
+    columns[WEIGHT] = np.zeros((len(packing), width), dtype=np.float32)
     logits = torch.zeros(*shape, VOCABULARY, dtype=torch.float64)
     for row, members in enumerate(packing):
         place = 0
@@ -98,9 +100,10 @@ def packed(answers: list[Answer], packing: list[list[int]]) -> tuple[Batch, torc
             span = slice(first, first + len(answer.tokens))
             labels[row, span] = np.where(answer.written, answer.tokens, -100)
             logits[row, span] = answer.logits
-            columns[WEIGHT][row, number], columns[ADVANTAGE][row, number] = answer.present, answer.advantage
+            columns[WEIGHT][row, number] = answer.present
             for name, old in (
                 (BEHAVIOUR, answer.behaviour), (PROXIMAL, answer.proximal), (REFERENCE_LOGPROBS, answer.reference),
+                (ADVANTAGE, answer.advantage),
             ):  # fmt: skip
                 columns[name][row, span] = np.where(answer.written, old, np.nan)
             place += answer.prompt + len(answer.tokens)
@@ -216,6 +219,33 @@ PAPERS = {
 def test_presets_are_those_of_the_papers_however_answers_are_packed(kind):
     for seed in (0, 1):
         compare(PolicyGradient(kind=kind), make_rl(), make_answers(seed), PAPERS[kind])
+
+
+def test_reinforce_plus_plus_from_rewards_to_gradients():
+    """A_t = r - beta sum over i >= t of (log q_i - log f_i), normalized over the tokens of all answers that count."""
+    recipe, answers, rewards = PolicyGradient(kind="reinforce++", kl_weight=0.3), make_answers(7), np.arange(8) % 3.0
+    returned, counts, true = [], [], []
+    for answer, reward in zip(answers, rewards, strict=True):
+        gaps = np.where(answer.written, divergences(answer.proximal, answer.reference, "k1"), 0.0)
+        returned.append(returns(reward, recipe.kl_weight * gaps))
+        counts.append(answer.written.numpy() & answer.present)
+        apart = (answer.old("proximal") - answer.old("reference")).tolist()
+        true.append([reward - 0.3 * sum(apart[t:]) for t in range(len(apart))])
+    kept = [value for answer, values in zip(answers, true, strict=True) if answer.present for value in values]
+    for answer, values in zip(answers, batch_advantages(returned, counts), strict=True):
+        answer.advantage = torch.from_numpy(values.astype(np.float32)).double()
+
+    def paper(present):
+        normalized = {id(answer.tokens): values for answer, values in zip(answers, true, strict=True)}
+        total = 0
+        for answer in present:
+            values = torch.tensor(normalized[id(answer.tokens)], dtype=torch.float64)
+            advantage = (values - np.mean(kept)) / (np.std(kept, ddof=1) + 1e-6)
+            ratio = token_ratio(answer)
+            total = total + torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+        return -total / len(kept)
+
+    compare(recipe, make_rl(), answers, paper)
 
 
 @pytest.mark.parametrize("kind", PRESETS)

@@ -111,8 +111,9 @@ def packed(answers: list[dict], seq: int, rows_of: list[list[int]], on_policy: b
     width, shape = max(map(len, rows_of)) + 1, (len(rows_of), seq)
     inputs, labels = np.zeros(shape, dtype=np.int64), np.full(shape, -100)
     numbers = np.zeros(shape, dtype=np.int32)
-    columns = {name: np.zeros((len(rows_of), width), dtype=np.float32) for name in (WEIGHT, ADVANTAGE)}
-    columns |= {name: np.zeros(shape, dtype=np.float32) for name in (BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS)}
+    by_token = (ADVANTAGE, BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS)
+    columns = {name: np.zeros(shape, dtype=np.float32) for name in by_token}
+    columns[WEIGHT] = np.zeros((len(rows_of), width), dtype=np.float32)
     for row, members in enumerate(rows_of):
         place = 0
         for number, index in enumerate(members):
@@ -121,7 +122,7 @@ def packed(answers: list[dict], seq: int, rows_of: list[list[int]], on_policy: b
             span = slice(place + len(answer["prompt"]) - 1, place + len(ids) - 1)
             inputs[row, place : place + len(ids)], labels[row, span] = ids, answer["tokens"]
             numbers[row, place:] = number
-            columns[WEIGHT][row, number], columns[ADVANTAGE][row, number] = 1, answer["advantage"]
+            columns[WEIGHT][row, number], columns[ADVANTAGE][row, span] = 1, answer["advantage"]
             for column, name in zip((BEHAVIOUR, PROXIMAL, REFERENCE_LOGPROBS), OLD_NAMES, strict=True):
                 columns[column][row, span] = answer["now" if on_policy else name]
             place += len(ids)

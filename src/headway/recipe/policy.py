@@ -1,6 +1,6 @@
 """Objectives of reinforcement learning: presets of named parts, each of which a recipe may replace.
 
-advantage    rewards of a group of answers -> how much better each answer is
+advantage    rewards of a group of answers -> how much better each answer is; or returns of tokens, how much each token
 ratio        probabilities now / when the update began, per token or per sequence
 clip         how far the ratio counts
 normalizer   what the sum over tokens is divided by
@@ -47,8 +47,8 @@ class PolicyGradient(Section):
     """Preset of the parts below; `headway recipe show` prints them."""
     advantage: Literal["group", "group-mean", "leave-one-out", "batch"] = DERIVED
     """Of an answer: its reward less the group's mean, over the group's standard deviation (GRPO); without that division
-    (Dr. GRPO); less the mean of the group's other answers (RLOO); or normalized over all answers of the batch
-    (REINFORCE++)."""
+    (Dr. GRPO); less the mean of the group's other answers (RLOO); or, with batch, the return of each token, normalized
+    over all tokens of the batch (REINFORCE++)."""
     ratio: Literal["token", "sequence"] = DERIVED
     """Importance ratio of each token, or of each answer: the geometric mean over its tokens (GSPO)."""
     clip: Literal["ppo", "cispo", "none"] = DERIVED
@@ -68,7 +68,8 @@ class PolicyGradient(Section):
     kl_weight: Weight = DERIVED
     """Its weight (beta)."""
     kl_in: Literal["loss", "reward"] = DERIVED
-    """Whether the divergence is a term of the loss, or taken off the rewards before advantages."""
+    """Whether the divergence is a term of the loss, or taken off the rewards before advantages: with advantage =
+    "batch" at each token, so off the returns of the tokens up to there; with the others as a whole."""
     entropy: Weight = 0.0
     """Weight of the entropy of the model's distribution at each token, which is maximized."""
     correction: Literal["none", "truncate", "mask"] = "none"

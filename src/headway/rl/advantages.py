@@ -3,13 +3,16 @@
     group          (r - mean) / (std + 1e-6) of the group's rewards                 GRPO, DAPO, GSPO, CISPO
     group-mean     r - mean                                                         Dr. GRPO
     leave-one-out  r - mean of the group's other rewards = n / (n - 1) (r - mean)   RLOO
-    batch          (r - mean) / (std + 1e-6) of all rewards, without group means    REINFORCE++
+    batch          (R - mean) / (std + 1e-6) of the returns R of all tokens         REINFORCE++
+
+The return of a token is its answer's reward less what is taken off from that token on, such as a divergence.
 
 Standard deviations are unbiased (n - 1), as in TRL and verl; papers leave it open. Equal rewards have advantages of
 exactly 0: the mean of equal numbers may be off by rounding, which a division by 1e-6 would turn into a direction.
 An answer without others to compare it with has an advantage of 0, and so has one that is not present.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -19,7 +22,7 @@ from headway.recipe.rl import Overlong
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
-Kind = Literal["group", "group-mean", "leave-one-out", "batch"]
+Kind = Literal["group", "group-mean", "leave-one-out"]
 Estimator = Literal["none", "k1", "k2", "k3"]
 
 EPSILON = 1e-6
@@ -27,15 +30,24 @@ EPSILON = 1e-6
 
 
 def advantages(rewards_GS: npt.ArrayLike, kind: Kind, present_GS: npt.ArrayLike | None = None) -> Floats:
-    """Return the advantage of each answer [G, S], in float64; 0 for those that are not present, whatever their reward.
-
-    `batch` needs the rewards of all workers.
-    """
+    """Return the advantage of each answer [G, S], in float64; 0 for those that are not present, whatever their
+    reward."""
     rewards_GS, present_GS = _checked(rewards_GS, present_GS)
-    if kind == "batch":
-        flat = _centered(rewards_GS.reshape(1, -1), present_GS.reshape(1, -1), "group")
-        return flat.reshape(rewards_GS.shape)
     return _centered(rewards_GS, present_GS, kind)
+
+
+def returns(reward: float, taken_off_T: Floats) -> Floats:
+    """Return the reward less what is taken off from each token on [T]."""
+    from_here_T: Floats = reward - np.cumsum(taken_off_T[::-1])[::-1]
+    return from_here_T
+
+
+def batch_advantages(returns: Sequence[Floats], counts: Sequence[Flags]) -> list[Floats]:
+    """Return the advantages of each answer's tokens from their returns, normalized over all tokens that count; 0 for
+    the others. It needs the answers of all workers."""
+    flat_1T, counts_1T = (np.concatenate([*parts, np.zeros(0)])[None] for parts in (returns, counts))
+    values_1T = advantages(flat_1T, "group", counts_1T)
+    return np.split(values_1T[0], np.cumsum([len(part) for part in returns])[:-1]) if returns else []
 
 
 def _centered(rewards_GS: Floats, present_GS: Flags, kind: Kind) -> Floats:

@@ -11,7 +11,14 @@ import numpy.typing as npt
 from headway.errors import WorkerError
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
-from headway.rl.advantages import advantages, overlong_penalty, pass_at_k, zero_variance
+from headway.rl.advantages import (
+    advantages,
+    batch_advantages,
+    overlong_penalty,
+    pass_at_k,
+    returns,
+    zero_variance,
+)
 from headway.rl.rollout import ENVIRONMENT, AnswerScore, Rollout
 
 Floats = npt.NDArray[np.float64]
@@ -74,17 +81,47 @@ def chosen(groups: Sequence[Group], rl: Rl, count: int) -> list[Group]:
 
 
 def advantages_of(
-    groups: Sequence[Group], objective: PolicyGradient, taken_off: Sequence[float] | None = None
-) -> list[Floats]:
-    """Return the advantages of each group's answers; `taken_off` is taken off the reward of each answer in turn."""
+    groups: Sequence[Group], objective: PolicyGradient, taken_off: Sequence[Floats] | None = None
+) -> list[list[Floats]]:
+    """Return the advantage of each token of each group's answers; `taken_off` is taken off the rewards at each token,
+    by answer.
+
+    With `advantage = "batch"` that lowers the returns of the tokens up to there. Advantages of the other kinds compare
+    answers, so it is taken off as a whole, and all tokens of an answer have the same.
+    """
+    lengths = [[len(rollout.token_ids) for rollout in group.rollouts] for group in groups]
+    costs = iter([np.zeros(count) for row in lengths for count in row] if taken_off is None else taken_off)
+    by_group = [[next(costs) for _ in row] for row in lengths]
+    if objective.advantage == "batch":
+        return _batch_advantages(groups, by_group)
     if not groups:
         return []
     rewards, present = _table(groups)
-    if taken_off is not None:
-        asked = np.arange(rewards.shape[1]) < np.array([[len(group.rollouts)] for group in groups])
-        rewards[asked] -= taken_off
+    for row, answers in zip(rewards, by_group, strict=True):
+        row[: len(answers)] -= [cost.sum() for cost in answers]
     values = advantages(rewards, objective.advantage, present)
-    return [values[row, : len(group.rollouts)] for row, group in enumerate(groups)]
+    return [[np.full(count, values[i, j]) for j, count in enumerate(row)] for i, row in enumerate(lengths)]
+
+
+def _batch_advantages(groups: Sequence[Group], costs: Sequence[Sequence[Floats]]) -> list[list[Floats]]:
+    """Return advantages normalized over all tokens that the model wrote, in answers that count."""
+    answers = [
+        (rollout, *answer)
+        for group, row in zip(groups, costs, strict=True)
+        for rollout, *answer in zip(group.rollouts, group.rewards, group.present, row, strict=True)
+    ]
+    counts = [_written(rollout) & present for rollout, _, present, _ in answers]
+    values = iter(batch_advantages([returns(reward, cost) for _, reward, _, cost in answers], counts))
+    return [[next(values) for _ in group.rollouts] for group in groups]
+
+
+def _written(rollout: Rollout) -> npt.NDArray[np.bool_]:
+    """Return of each token whether the model wrote it."""
+    places = np.arange(len(rollout.token_ids))
+    flags: npt.NDArray[np.bool_] = np.zeros(len(places), dtype=np.bool_)
+    for first, end in rollout.written:
+        flags |= (places >= first) & (places < end)
+    return flags
 
 
 def weights_of(group: Group, rl: Rl) -> Floats:

@@ -20,8 +20,8 @@ class PackedAnswers:
     """Rows of answers, and where each answer is."""
 
     batch: Batch
-    places: npt.NDArray[np.int64]
-    """[answers, 2]: row, and the position of the answer's first input."""
+    spans: tuple[tuple[int, slice], ...]
+    """Of each answer: its row, and where in it the labels of the answer's tokens are."""
 
 
 def pack_answers(rollouts: Sequence[Rollout], seq: int, rows_multiple: int) -> PackedAnswers:
@@ -40,7 +40,7 @@ def pack_answers(rollouts: Sequence[Rollout], seq: int, rows_multiple: int) -> P
     documents = np.zeros((count, seq), dtype=np.int32)
     answers = np.full((count, width), -1, dtype=np.int64)
     behaviour = np.zeros((count, seq), dtype=np.float32)
-    places = np.zeros((len(rollouts), 2), dtype=np.int64)
+    spans = [(0, slice(0))] * len(rollouts)
     for row, members in enumerate(rows):
         first = 0
         for number, member in enumerate(members):
@@ -53,12 +53,12 @@ def pack_answers(rollouts: Sequence[Rollout], seq: int, rows_multiple: int) -> P
                 labels[row, start + low : start + high] = rollout.token_ids[low:high]
                 behaviour[row, start + low : start + high] = rollout.logprobs[low:high]
             answers[row, number] = member
-            places[member] = row, first
+            spans[member] = row, slice(start, start + len(rollout.token_ids))
             first += length
         documents[row, first:] = len(members)
     trained = int((labels != MASKED).sum())
     columns: dict[str, npt.NDArray[Any]] = {"answer": answers, "behaviour": behaviour}
-    return PackedAnswers(Batch(inputs, labels, trained, documents, columns), places)
+    return PackedAnswers(Batch(inputs, labels, trained, documents, columns), tuple(spans))
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -84,13 +84,17 @@ def per_answer(values: Floats, answers: npt.NDArray[np.int64]) -> Floats:
     return spread
 
 
-def divergence_sums(packed: PackedAnswers, logprobs: Floats, reference: Floats, kind: Estimator) -> list[float]:
-    """Return the divergence of each answer from the reference, summed over the tokens that the model wrote."""
-    documents, labels = packed.batch.documents, packed.batch.labels
-    assert documents is not None
-    gaps = np.where(labels != MASKED, divergences(logprobs, reference, kind), 0.0)
-    answers = np.pad(packed.batch.columns["answer"], ((0, 0), (0, 1)), constant_values=-1)  # of padding
-    sums = np.zeros(len(packed.places) + 1)
-    np.add.at(sums, np.take_along_axis(answers, documents.astype(np.int64), axis=1), gaps)
-    values: list[float] = sums[:-1].tolist()
-    return values
+def per_token(values: Sequence[Floats], packed: PackedAnswers) -> Floats:
+    """Return a column [rows, seq], as labels, of values by answer and token; 0 elsewhere."""
+    column = np.zeros(packed.batch.labels.shape, dtype=np.float32)
+    for of_answer, span in zip(values, packed.spans, strict=True):
+        column[span] = of_answer
+    return np.where(packed.batch.labels != MASKED, column, np.float32(0))
+
+
+def token_divergences(
+    packed: PackedAnswers, logprobs: Floats, reference: Floats, kind: Estimator
+) -> list[npt.NDArray[np.float64]]:
+    """Return the divergence from the reference at each token of each answer; 0 where the model did not write it."""
+    gaps = np.where(packed.batch.labels != MASKED, divergences(logprobs, reference, kind), 0.0)
+    return [gaps[span] for span in packed.spans]

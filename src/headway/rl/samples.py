@@ -68,7 +68,10 @@ def sampled_batch(rollouts: Sequence[Rollout], header: BatchHeader, recipe: Reci
         rl = rl.model_copy(update={"if_reward_fails": "zero"})
     groups = groups_of(rollouts, rl)
     learnt = chosen(groups, rl, recipe.train.batch * rl.updates) if finished else []
-    advantages = dict(zip(map(id, learnt), advantages_of(learnt, objective), strict=True))
+    advantages = {
+        id(group): np.array([of_tokens[0] for of_tokens in values])  # all tokens of an answer have the same
+        for group, values in zip(learnt, advantages_of(learnt, objective), strict=True)
+    }
     steps = {id(group): header.step + i for i, part in enumerate(shares(learnt, rl.updates)) for group in part}
     sampled = tuple(
         SampledGroup(

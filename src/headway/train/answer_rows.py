@@ -11,7 +11,7 @@ from headway.parallel import ParallelModel, World
 from headway.parallel.objective import DeviceBatch
 from headway.recipe import Recipe
 from headway.recipe.policy import PolicyGradient
-from headway.rl.packing import Floats, PackedAnswers, divergence_sums, pack_answers, per_answer
+from headway.rl.packing import Floats, PackedAnswers, pack_answers, per_answer, per_token, token_divergences
 from headway.rl.rollout import Rollout
 from headway.train.feed import FedStep, on_device
 from headway.train.objectives import CountedObjective
@@ -55,25 +55,26 @@ class AnswerRows:
         summed: Floats = self._world.sum(whole).numpy()
         return summed
 
-    def taken_off(self, packed: PackedAnswers, logprobs: Mapping[str, Floats]) -> list[float] | None:
-        """Return what a divergence from the reference takes off each answer's reward; None if it is in the loss."""
+    def taken_off(self, packed: PackedAnswers, logprobs: Mapping[str, Floats]) -> list[np.ndarray] | None:
+        """Return what a divergence from the reference takes off the reward at each token of each answer; None if it is
+        in the loss."""
         policy = self._policy
         if policy.kl_in != "reward" or policy.kl == "none":
             return None
-        sums = divergence_sums(packed, logprobs[PROXIMAL], logprobs[REFERENCE_LOGPROBS], policy.kl)
-        return [policy.kl_weight * of_answer for of_answer in sums]
+        of_answers = token_divergences(packed, logprobs[PROXIMAL], logprobs[REFERENCE_LOGPROBS], policy.kl)
+        return [policy.kl_weight * of_tokens for of_tokens in of_answers]
 
     def columns(
         self,
         packed: PackedAnswers,
-        advantages: Sequence[float] | Floats,
+        advantages: Sequence[np.ndarray],
         weights: Sequence[float] | Floats,
         logprobs: Mapping[str, Floats],
     ) -> dict[str, np.ndarray]:
-        """Return the columns of the loss; advantages and weights are by answer."""
+        """Return the columns of the loss; advantages are by answer and token, weights by answer."""
         answers = packed.batch.columns["answer"]
         columns = {name: column for name, column in logprobs.items() if name in self._objective.columns}
-        columns[ADVANTAGE] = per_answer(np.asarray(advantages, dtype=np.float32), answers)
+        columns[ADVANTAGE] = per_token(advantages, packed)
         columns[WEIGHT] = per_answer(np.asarray(weights, dtype=np.float32), answers)
         columns[BEHAVIOUR] = packed.batch.columns["behaviour"]
         return columns

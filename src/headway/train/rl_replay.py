@@ -147,10 +147,8 @@ def _part_logprobs(part: Sequence[Group], seq: int, spread: ParallelModel, world
     values_BL = spread.token_logprobs(DeviceBatch(inputs, labels, documents, {}))
     assert values_BL is not None, "there is no pipeline"
     values = values_BL.float().cpu().numpy()
-    for rollout, (row, first) in zip(rollouts, packed.places, strict=True):
-        start = first + len(rollout.prompt_ids) - 1  # the input that predicts the answer's first token
-        logprobs = values[row, start : start + len(rollout.token_ids)].tolist()
-        yield {"sample": rollout.sample, "answer": rollout.answer, "logprobs": logprobs}
+    for rollout, span in zip(rollouts, packed.spans, strict=True):
+        yield {"sample": rollout.sample, "answer": rollout.answer, "logprobs": values[span].tolist()}
 
 
 # -- replay

@@ -284,17 +284,17 @@ class RolloutFeed:
     def _learn(self, batch: RolloutBatch, step: int) -> list[_Lesson]:
         """Return what each step of a batch learns from; all workers together."""
         groups = chosen(groups_of(batch.rollouts, self._rl), self._rl, self._recipe.train.batch * self._rl.updates)
-        if not any(group.varies for group in groups):
-            self._nothing_to_learn(step, len(groups))
         parts = shares(groups, self._rl.updates)
         packed = [self.rows.pack(_answers(part)) for part in parts]
         scores = [self._scores(batch, index, rows) for index, rows in enumerate(packed)]
         taken_off = [self.rows.taken_off(rows, logprobs) for rows, logprobs in zip(packed, scores, strict=True)]
-        penalties = [value for part in taken_off for value in part or ()]
-        values = advantages_of(groups, self._policy, penalties or None)
+        of_answers = [of_tokens for part in taken_off for of_tokens in part or ()]
+        values = advantages_of(groups, self._policy, of_answers or None)
+        if not any(of_tokens.any() for group in values for of_tokens in group):
+            self._nothing_to_learn(step, len(groups))
         lessons, done = list[_Lesson](), 0
         for part, rows, logprobs in zip(parts, packed, scores, strict=True):
-            advantage = np.concatenate([*values[done : done + len(part)], np.zeros(0)])
+            advantage = [of_tokens for group in values[done : done + len(part)] for of_tokens in group]
             weight = np.concatenate([*(weights_of(group, self._rl) for group in part), np.zeros(0)])
             done += len(part)
             columns = self.rows.columns(rows, advantage, weight, logprobs)

@@ -1,7 +1,7 @@
 """Policy gradients: the model learns from its own answers, each weighted by how much better it is than others.
 
 A document of a row is a prompt with its answer; labels are MASKED but on tokens that the model wrote. For token t of
-answer i, with advantage A_i (`rl/advantages.py`) and log-probabilities of the token now (p), when the update began
+answer i, with advantage A (`rl/advantages.py`) and log-probabilities of the token now (p), when the update began
 (proximal, q), when it was sampled (behaviour, b) and by the reference (f), all at the sampling temperature:
 
     ratio       token: r = p / q               sequence: r = exp(mean over the answer of log p - log q)
@@ -37,7 +37,7 @@ from headway.train.objectives.base import Counts, by_token, labels_per_document,
 WEIGHT = "weight"
 """Column [rows, documents]: 1 for an answer in the loss, 0 for padding and answers that are left out."""
 ADVANTAGE = "advantage"
-"""Column [rows, documents]: the answer's advantage."""
+"""Column [rows, seq], as labels: the advantage of each token, the same for all of an answer but for REINFORCE++."""
 BEHAVIOUR = "behaviour"
 """Column [rows, seq], as labels: log-probability of the label when it was sampled, by the sampler."""
 PROXIMAL = "proximal"
@@ -136,7 +136,7 @@ class PolicyLoss(PolicyObjective):
             current=current_BL,
             proximal=_where(weight_BL, columns[PROXIMAL]) if given else current_BL.detach(),
             behaviour=_where(weight_BL, columns[BEHAVIOUR]),
-            advantage=_where(weight_BL, by_token(columns[ADVANTAGE], batch)),
+            advantage=_where(weight_BL, columns[ADVANTAGE]),
         )
 
     def _ratio(self, values: TokenValues, batch: DeviceBatch) -> Tensor:
