@@ -72,8 +72,8 @@ class PagedRunner:
 
     @torch.inference_mode()
     def logits(self, x_RD: Tensor) -> Tensor:
-        """Apply the head."""
-        return self.model.logits(x_RD) if isinstance(self.model, Decoder) else x_RD
+        """Apply the head, in float32."""
+        return self.model.float32_logits(x_RD) if isinstance(self.model, Decoder) else x_RD
 
     def _hidden(self, tokens_BL: Tensor, cache: PassCache) -> Tensor:
         if self.adapters is not None:

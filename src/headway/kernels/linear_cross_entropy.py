@@ -14,7 +14,8 @@ The loss is a plain sum, so that its gradients are known in the forward pass, up
 They are saved for backward: dx in its own dtype, dweight in float32, where cuBLAS accumulates the chunks. The factor is
 applied in float32 in the pass that converts dweight to its dtype. A scale in forward would save nothing: that pass is
 needed anyway, reading the factor would synchronize, and slopes times 1 / tokens underflow in float16. Log-probabilities
-and entropies have a factor per token: for them backward recomputes the logits.
+and entropies have a factor per token: for them backward recomputes the logits. Those are float32 in both passes, twice
+the bytes: policies compare log-probabilities with the sampler's, and a logit rounded to bfloat16 is off by up to 0.06.
 
 A whole pass is one opaque operation to torch.compile, with the logits inside: it could fuse nothing with a cuBLAS
 product, and might copy a buffer that it sees.
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.compile_ahead import LaunchSpec
-from headway.kernels.inputs import IGNORED, autocast
+from headway.kernels.inputs import IGNORED, autocast, float32_product
 from headway.kernels.logits import loss_rows_, new_logits, slopes_, statistics
 from headway.kernels.triton_compat import tl, triton
 
@@ -60,7 +61,7 @@ def reference_token_scores(
 ) -> tuple[Tensor, Tensor]:
     """`token_scores` with all logits in memory."""
     kept_T = labels_T != IGNORED
-    scores_TV = torch.log_softmax(_capped(x_TD @ weight_VD.T, softcap), dim=-1, dtype=torch.float32)
+    scores_TV = torch.log_softmax(_capped(x_TD.float() @ weight_VD.float().T, softcap), dim=-1)
     logprobs_T = scores_TV.gather(1, labels_T.where(kept_T, 0).unsqueeze(1)).squeeze(1)
     entropy_T = -(scores_TV.exp() * scores_TV).sum(dim=1)
     return logprobs_T.where(kept_T, 0.0), entropy_T.where(kept_T, 0.0)
@@ -79,13 +80,25 @@ def chunk_rows(tokens: int, vocabulary: int, element_size: int) -> int:
 
 
 def _chunks(x_TD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield chunks of tokens and their logits, all in the same buffer."""
+    """Yield chunks of tokens and their logits in the dtype of x, all in the same buffer."""
+    for here, buffer in _buffers(x_TD, weight_VD, x_TD.dtype):
+        yield here, torch.mm(x_TD[here], weight_VD.T, out=buffer)
+
+
+def _float32_chunks(x_TD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The same with logits in float32."""
+    for here, buffer in _buffers(x_TD, weight_VD, torch.float32):
+        yield here, float32_product(x_TD[here], weight_VD, buffer)
+
+
+def _buffers(x_TD: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yield chunks of tokens and room for their logits, always the same."""
     tokens, vocabulary = len(x_TD), len(weight_VD)
-    rows = min(chunk_rows(tokens, vocabulary, x_TD.element_size()), tokens)
-    buffer = new_logits(rows, vocabulary, x_TD)
+    rows = min(chunk_rows(tokens, vocabulary, dtype.itemsize), tokens)
+    buffer = new_logits(rows, vocabulary, x_TD, dtype)
     for first in range(0, tokens, max(rows, 1)):
-        x = x_TD[first : first + rows]
-        yield slice(first, first + len(x)), torch.mm(x, weight_VD.T, out=buffer[: len(x)])
+        here = slice(first, min(first + rows, tokens))
+        yield here, buffer[: here.stop - first]
 
 
 def _new_gradients(x_TD: Tensor, weight_VD: Tensor, wants_x: bool, wants_weight: bool) -> tuple[Tensor, Tensor]:
@@ -178,7 +191,7 @@ def _scores(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | 
     """Return the log-probability, entropy and log-sum-exp of each token."""
     logprobs_T, entropy_T, spread_T = (labels_T.new_empty(len(x_TD), dtype=torch.float32) for _ in range(3))
     labels_T = labels_T.contiguous()
-    for here, logits_TV in _chunks(x_TD, weight_VD):
+    for here, logits_TV in _float32_chunks(x_TD, weight_VD):
         kept_T = labels_T[here] != IGNORED
         spread_T[here], chosen_T, entropies_T = statistics(logits_TV, labels_T[here], softcap, entropy=True)
         logprobs_T[here] = (chosen_T - spread_T[here]).where(kept_T, 0.0)
@@ -213,12 +226,17 @@ def _scores_backward(
     dx_TD, dweight_VD = _new_gradients(x_TD, weight_VD, wants_x, wants_weight)
     if not len(x_TD):
         dweight_VD.zero_()
-    for here, logits_TV in _chunks(x_TD, weight_VD):
-        slopes_(
+    rounded_TV = None
+    for here, logits_TV in _float32_chunks(x_TD, weight_VD):
+        slopes_TV = slopes_(
             logits_TV, labels_T[here], spread_T[here], level_T=level_T[here], at_label_T=at_label_T[here],
             tilt_T=None if tilt_T is None else tilt_T[here], softcap=softcap,
         )  # fmt: skip
-        _add_gradients_(dx_TD, dweight_VD, here, logits_TV, x_TD, weight_VD)
+        if x_TD.dtype != torch.float32:
+            if rounded_TV is None:
+                rounded_TV = new_logits(len(slopes_TV), len(weight_VD), x_TD)
+            slopes_TV = rounded_TV[: len(slopes_TV)].copy_(slopes_TV)
+        _add_gradients_(dx_TD, dweight_VD, here, slopes_TV, x_TD, weight_VD)
     return dx_TD, dweight_VD.to(weight_VD.dtype)
 
 

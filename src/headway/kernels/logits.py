@@ -184,9 +184,9 @@ def _sizes(logits_TV: Tensor) -> dict[str, int]:
     return {"LANES": 32 * warps, "WIDE": 16 // logits_TV.element_size(), "STAGES": 4, "num_warps": warps}
 
 
-def new_logits(rows: int, vocabulary: int, like: Tensor) -> Tensor:
-    """Allocate a matrix [rows, vocabulary] with the row alignment of the kernels."""
-    buffer = like.new_empty(rows, -(-vocabulary // ROW_TILE) * ROW_TILE)
+def new_logits(rows: int, vocabulary: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate a matrix [rows, vocabulary] with the row alignment of the kernels, by default in the dtype of `like`."""
+    buffer = like.new_empty(rows, -(-vocabulary // ROW_TILE) * ROW_TILE, dtype=dtype)
     buffer[:, vocabulary:] = 0  # read and masked, but uninitialized values could overflow
     return buffer[:, :vocabulary]
 
@@ -272,13 +272,13 @@ AHEAD = (
         for name, cut in (("bf16", _HALF), ("fp32", _FULL))
     ),
     LaunchSpec(
-        "logits.slopes.bf16",
+        "logits.slopes.fp32",
         _slopes_kernel,
-        {"logits": "*bf16"}
+        {"logits": "*fp32"}
         | _VECTORS
         | dict.fromkeys(("levels", "tilts", "at_labels"), "*fp32")
         | {"tiles": "i32", "softcap": "fp32"},
-        {"CAPPED": False, "TILTED": True} | _HALF,
+        {"CAPPED": False, "TILTED": True} | _FULL,
         warps=32,
     ),
 )

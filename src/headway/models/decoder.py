@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headway.kernels import batch_invariant
 from headway.kernels.batch_invariant_attention import plan_documents
+from headway.kernels.inputs import float32_product
 from headway.models.attention import BlockContext, choose, see, windows_of
 from headway.models.kv_cache import KvCache
 from headway.models.layers import Linear, RMSNorm
@@ -172,6 +173,15 @@ class Decoder(nn.Module):
         """Return logits."""
         product = batch_invariant.linear if self.loss.exact else nn.functional.linear
         scores = product(x_BLD, self.output_weight)
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+    @torch.no_grad()
+    def float32_logits(self, x_TD: Tensor) -> Tensor:
+        """Return logits in float32, as the log-probabilities of `Loss.logprobs` are of: never rounded to the precision
+        of products."""
+        if x_TD.dtype == torch.float32:
+            return self.logits(x_TD)
+        scores = float32_product(x_TD, self.output_weight)
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     @property

@@ -1,4 +1,8 @@
-"""Summed cross-entropy of a head's logits, without materializing all of them."""
+"""Summed cross-entropy of a head's logits, and log-probabilities of labels, without materializing all logits.
+
+Logits of log-probabilities are float32 also where x and the head are bfloat16, as those of the sampler: objectives
+compare them with others of the same tokens. Those of the cross-entropy are in the precision of products, for speed.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +12,7 @@ from torch import Tensor, nn
 
 from headway.kernels import batch_invariant, linear_cross_entropy
 from headway.kernels.dispatch import uses_triton
-from headway.kernels.inputs import IGNORED, autocast
+from headway.kernels.inputs import IGNORED, autocast, float32_product
 from headway.models.entropy import logprobs_and_entropy
 from headway.models.top_k import logprobs_among, top_k_logprobs
 
@@ -37,7 +41,7 @@ class Loss(nn.Module):
     def logprobs(self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the log-probability of each label [B, L], in float32, of logits / temperature; 0 where it is
         IGNORED."""
-        product = batch_invariant.product if self.exact else _product
+        product = batch_invariant.product if self.exact else float32_product
         flat_T = token_logprobs(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap, temperature, product)
         return flat_T.view(labels_BL.shape)
 
@@ -90,10 +94,6 @@ def summed_cross_entropy(
     return _SummedCrossEntropy.apply(x_TD, weight_VD, labels_T, softcap, z_loss if wanted else 0.0, wanted)
 
 
-def _product(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    return x_TD @ weight_VD.T
-
-
 Product = Callable[[Tensor, Tensor], Tensor]
 """Logits of a stream and the head's matrix."""
 
@@ -104,7 +104,7 @@ def token_logprobs(
     labels_T: Tensor,
     softcap: float | None = None,
     temperature: float = 1.0,
-    product: Product = _product,
+    product: Product = float32_product,
 ) -> Tensor:
     """Return the log-probability of each label under x @ weight.T / temperature, in float32; 0 where it is IGNORED.
 
@@ -220,7 +220,7 @@ class _TokenLogprobs(torch.autograd.Function):
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            logits = _product(x_TD[here], weight_VD)
+            logits = float32_product(x_TD[here], weight_VD)
             scores, targets, unmasked, bent = _scored(logits, labels_T[here], softcap, temperature)
             slope = scores.exp_().neg_()
             slope.scatter_add_(1, targets, torch.ones_like(targets, dtype=slope.dtype))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.kernels.inputs import IGNORED, autocast
+from headway.kernels.inputs import IGNORED, autocast, float32_product
 
 __all__ = [
     "WHOLE",
@@ -188,7 +188,7 @@ def _slope(
 
 def capped_scores(x_TD: Tensor, weight_WD: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
     """Return logits in float32, and the soft cap's tanh."""
-    scores = (x_TD @ weight_WD.T).float()
+    scores = float32_product(x_TD, weight_WD)
     if softcap is None:
         return scores, None
     bent = torch.tanh(scores / softcap)

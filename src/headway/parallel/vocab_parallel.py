@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headway.models.entropy import logprobs_and_entropy
 from headway.models.loss import IGNORED, autocast, chunk_rows
-from headway.models.top_k import VocabularyShare, logprobs_among, top_k_logprobs
+from headway.models.top_k import VocabularyShare, capped_scores, logprobs_among, top_k_logprobs
 from headway.parallel.collectives import copied, gathered
 from headway.parallel.local_part import to_local
 from headway.parallel.tensor import SEQUENCE, share_of
@@ -216,7 +216,7 @@ class _SharedCrossEntropy(torch.autograd.Function):
         dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if trains else None
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            scores, bent = _capped_scores(x_TD[here], weight_WD, shape.softcap)
+            scores, bent = capped_scores(x_TD[here], weight_WD, shape.softcap)
             slope, losses = _softmax_(scores, labels_T[here], begin, group, shape.z_loss)
             if bent is not None:
                 slope.mul_(1 - bent * bent)
@@ -273,7 +273,7 @@ class _SharedLogprobs(torch.autograd.Function):
         losses = []
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            scores, _ = _capped_scores(x_TD[here], weight_WD, softcap)
+            scores, _ = capped_scores(x_TD[here], weight_WD, softcap)
             if temperature != 1:
                 scores = scores / temperature
             losses.append(_softmax_(scores, labels_T[here], begin, group, 0.0)[1])
@@ -289,7 +289,7 @@ class _SharedLogprobs(torch.autograd.Function):
         dweight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
-            scores, bent = _capped_scores(x_TD[here], weight_WD, softcap)
+            scores, bent = capped_scores(x_TD[here], weight_WD, softcap)
             if temperature != 1:
                 scores = scores / temperature
             slope, _ = _softmax_(scores, labels_T[here], begin, group, 0.0)
@@ -304,14 +304,6 @@ class _SharedLogprobs(torch.autograd.Function):
                 dweight_WD += slope.T @ x_TD[here]
         dweight = None if dweight_WD is None else dweight_WD.to(weight_WD.dtype)
         return dx_TD, dweight, None, None, None, None, None, None
-
-
-def _capped_scores(x_TD: Tensor, weight_WD: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    scores = (x_TD @ weight_WD.T).float()
-    if softcap is None:
-        return scores, None
-    bent = torch.tanh(scores / softcap)
-    return softcap * bent, bent
 
 
 class _LogprobsOfLogits(torch.autograd.Function):
