@@ -8,6 +8,7 @@ kl           distance to the reference model, in the loss or in the reward
 correction   the sampler's probabilities against the trainer's
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -27,6 +28,7 @@ PARTS: dict[str, Any] = {
     "kl": "none",
     "kl_weight": 0.0,
     "kl_in": "loss",
+    "correction": "none",
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -38,6 +40,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce++": {"advantage": "batch", "normalizer": "tokens", "kl": "k1", "kl_weight": 0.01, "kl_in": "reward"},
 }
 """What each preset has besides PARTS."""
+
+
+def derived_correction(objective: Any, rl: Any) -> str | None:
+    """Return the default `correction` of the sections of a recipe, as they were written; None if one is given.
+
+    With staleness, weights have moved since answers were sampled. Clipping does not see that: its ratios begin with the
+    update.
+    """
+    if not isinstance(objective, Mapping) or objective.get("kind") not in PRESETS or objective.get("correction"):
+        return None
+    staleness = rl.get("staleness", 0) if isinstance(rl, Mapping) else getattr(rl, "staleness", 0)
+    return "truncate" if isinstance(staleness, int) and staleness >= 1 else "none"
 
 
 class PolicyGradient(Section):
@@ -72,9 +86,10 @@ class PolicyGradient(Section):
     "batch" at each token, so off the returns of the tokens up to there; with the others as a whole."""
     entropy: Weight = 0.0
     """Weight of the entropy of the model's distribution at each token, which is maximized."""
-    correction: Literal["none", "truncate", "mask"] = "none"
-    """Correction of the sampler's probabilities by the trainer's at the same weights: multiply each token's policy term
-    by their ratio, at most correction_limit; or, with mask, by 0 where it is above that or below one over it."""
+    correction: Literal["none", "truncate", "mask"] = DERIVED
+    """Correction of the probabilities that answers were sampled with by the trainer's when the update began: multiply
+    each token's policy term by their ratio, at most correction_limit; or, with mask, by 0 where it is above that or
+    below one over it. By default truncate if rl.staleness is 1 or more, else none."""
     correction_limit: Annotated[float, Field(gt=1)] = 2.0
     """See correction."""
 

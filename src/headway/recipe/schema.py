@@ -17,7 +17,7 @@ from headway.recipe.inference import Inference
 from headway.recipe.lora import Lora
 from headway.recipe.objective import AnyObjective, Distill, Pretrain, Reward
 from headway.recipe.own_code import OWN_NAME
-from headway.recipe.policy import PolicyGradient
+from headway.recipe.policy import PolicyGradient, derived_correction
 from headway.recipe.rl import Rl
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 from headway.recipe.train import Train
@@ -192,6 +192,16 @@ class Recipe(Section):
             return self.train.compile
         splits_backward = self.parallel is not None and self.parallel.schedule == "zero-bubble"
         return device == "cuda" and self.model.class_ is None and not splits_backward
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        correction = derived_correction(values.get("objective"), values.get("rl"))
+        if correction is None:
+            return values
+        return {**values, "objective": {**values["objective"], "correction": correction}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
