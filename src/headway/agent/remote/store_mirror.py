@@ -2,6 +2,7 @@
 
     folder/...                      recipe, plan, tokenizer and so on (bundle.py), put again when they change
     said/rank-<rank>                what last kept an agent from starting
+    rollouts/...                    what checkpoints of a policy need (store_rollouts.py)
     records/<lease>-<number>        what records and logs have grown by: a line of JSON with file names, offsets and
                                     sizes, then the bytes
 
@@ -34,6 +35,7 @@ from headway.agent.remote.bundle import (
     record_files,
     stored_record_path,
 )
+from headway.agent.remote.store_rollouts import fetch_rollouts
 from headway.errors import RunError, StateError
 from headway.state.address import RUN_FILES, address_in_store
 from headway.state.object_store import ObjectStore, open_store
@@ -226,6 +228,7 @@ def fetch_run(url: str, root: Path, patience_s: float = 60.0) -> RunFolder:
                 if fetched.get(item.key) != [item.bytes, item.modified.isoformat(), *_stamp(path)]:
                     fetch_file(path, item.bytes, functools.partial(store.read, item.key))
                     fetched[item.key] = [item.bytes, item.modified.isoformat(), *_stamp(path)]
+            fetch_rollouts(store, run, fetched, _stamp)
             for item in store.list(SAID):
                 if _SAID_KEY.fullmatch(item.key) and item.bytes <= READ_BYTES:
                     fetch_file(run.path / item.key, item.bytes, functools.partial(store.read, item.key))

@@ -111,6 +111,8 @@ class CheckpointWriter:
         self._pending_bytes = deque[int]()
         """Sizes of queued and running uploads."""
         self._verified_inodes = set[int]()
+        self._stored_rollouts = dict[str, tuple[int, int]]()
+        """Files of rollouts that are in the object store."""
         self.trouble: str | None = None
         """Why the last state is not written yet, while it is retried."""
         self.gives_up_after_s = 0.0
@@ -287,6 +289,7 @@ class CheckpointWriter:
 
     def _to_store(self, job: _Upload) -> Written:
         # Only runs with a store need its library.
+        from headway.agent.remote.store_rollouts import prune_rollouts, upload_rollouts
         from headway.state.object_store import open_store
         from headway.state.store_checkpoint import claim_prefix, prune_remote, upload
 
@@ -304,10 +307,17 @@ class CheckpointWriter:
         self.before_upload()
         files = list(zip(job.shards, job.files, strict=True))
         facts, workers = job.snapshot.all_facts, job.snapshot.workers
+        if facts.recipe.get("rl"):
+            self._check_folder()  # else rollouts would seem to be on another machine
+        upload_rollouts(store, self._folder.parent, facts.recipe, step, self._stored_rollouts)
         upload(store, step, facts, files, workers, writer=self._name, refusal=self._upload_refusal)
         self._injector.reach("uploaded", step, attempt)
-        warning = _warning(lambda: prune_remote(store, rules.keep_last, rules.keep_every_steps, always=step))
-        return job.shards, warning
+
+        def prune() -> None:
+            prune_remote(store, rules.keep_last, rules.keep_every_steps, always=step)
+            prune_rollouts(store, facts.recipe, self._stored_rollouts)
+
+        return job.shards, _warning(prune)
 
     def _is_remote(self, snapshot: StateSnapshot) -> bool:
         """Whether part of it is in other nodes' memory: they write it to disk, from where it is uploaded."""
