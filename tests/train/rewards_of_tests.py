@@ -41,3 +41,17 @@ def forever(_: Answer) -> float:
     """Never returns."""
     while True:
         time.sleep(60)
+
+
+def slow_once(answer: Answer, folder: str, after: int, seconds: float) -> float:
+    """Takes long once, after it has been called so often by any process."""
+    with (Path(folder) / "calls").open("a") as file:
+        file.write("x")
+        calls = file.tell()
+    try:
+        if calls > after:
+            (Path(folder) / "slept").touch(exist_ok=False)
+            time.sleep(seconds)
+    except FileExistsError:
+        pass
+    return digits(answer)

@@ -205,3 +205,15 @@ def test_a_reward_that_hangs_costs_its_time_limit(lab, make_recipe) -> None:
     assert all(rollout.score.error for rollout in rollouts_of(lived))
     [said] = [event["message"] for event in lived.events("log")]
     assert "loss 0 is expected here" in said
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_for_the_scores_of_another_is_not_hung(lab, make_recipe, tmp_path) -> None:
+    """The other says that it lives while a reward takes longer than any worker was silent for so far."""
+    values = make_recipe(train={"steps": 2, "restarts": 3}, reward_timeout_s=60).model_dump()
+    args = {"folder": str(tmp_path), "after": BATCH * SAMPLES, "seconds": 12.0}
+    values["rl"]["rewards"] = [{"name": "rewards_of_tests:slow_once", "args": args}]
+    lived = lab.train(Recipe.model_validate(values), workers=2)
+    assert (tmp_path / "slept").exists()
+    assert lived.outcome.state == "finished", lived.outcome
+    assert lived.ways_on == []

@@ -26,6 +26,7 @@ Phase = Literal[
     "compile",
     "data",
     "generate",
+    "gather",
     "compute",
     "optimizer",
     "record",

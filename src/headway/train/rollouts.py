@@ -269,6 +269,9 @@ class RolloutFeed:
 
     def _gathered(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts of all workers."""
+        # One whose answers are scored is ahead of those that score, however often they say that they live: a reward may
+        # take longer than anything that a worker was silent for.
+        self._beat.enter("gather")
         if self._world.size == 1:
             return list(rollouts)
         with self._recorder.span("idle"):
