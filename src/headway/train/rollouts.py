@@ -234,6 +234,9 @@ class RolloutFeed:
 
         def take() -> None:
             self._beat.mark()
+            if step:
+                self._faults.reach_child("scorer", step, self._scorer.busy)
+                self._faults.reach_child("sandbox", step, self._scorer.sandboxes)
             for number, score in self._scorer.poll().items():
                 rollout = unscored.pop(number)
                 rollout = replace(rollout, score=with_environment(score, rollout.score))
