@@ -1,5 +1,6 @@
 """Rewards that the tests' recipes name."""
 
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -54,4 +55,13 @@ def slow_once(answer: Answer, folder: str, after: int, seconds: float) -> float:
             time.sleep(seconds)
     except FileExistsError:
         pass
+    return digits(answer)
+
+
+def counted(answer: Answer, folder: str) -> float:
+    """The same, with a character in a file of the prompt and the answer for every call."""
+    prompt = int(answer.fields["target"]) - 1
+    name = hashlib.sha256(f"{prompt} {answer.text}".encode()).hexdigest()
+    with (Path(folder) / name).open("a") as file:
+        file.write("x")
     return digits(answer)
