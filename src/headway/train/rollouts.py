@@ -91,7 +91,7 @@ class RolloutFeed:
         """The first step of the batch that `_lessons` are of."""
         self._lessons = list[_Lesson]()
         self._end = 0
-        self._said = set[str]()
+        self._noticed = set[str]()
 
     # -- what the loop calls
 
@@ -298,7 +298,7 @@ class RolloutFeed:
         """Return what each step of a batch learns from; all workers together."""
         sampled = groups_of(batch.rollouts, self._rl)
         if (note := failure_note(sampled, self._rl)) is not None:
-            self._say("failed", f"step {step}: {note} (headway rl samples {self._run.path.name} --failed)")
+            self._notify("failed", f"step {step}: {note} (headway rl samples {self._run.path.name} --failed)")
         groups = chosen(sampled, self._rl, self._recipe.train.batch * self._rl.updates)
         if not any(group.varies for group in groups):
             self._nothing_to_learn(step, len(groups))
@@ -324,13 +324,13 @@ class RolloutFeed:
         )
         if self._rl.if_no_variance == "stop":
             raise RunError(message, hint='rl.if_no_variance = "go-on", more rl.samples, or easier prompts')
-        self._say("alike", message)
+        self._notify("alike", message)
 
-    def _say(self, what: str, message: str) -> None:
+    def _notify(self, what: str, message: str) -> None:
         """Record a sentence; the first of its kind is also shown to whoever watches the run."""
         if self._world.first:
-            self._recorder.event("log", message=message, **({} if what in self._said else {"notice": True}))
-        self._said.add(what)
+            self._recorder.event("log", message=message, **({} if what in self._noticed else {"notice": True}))
+        self._noticed.add(what)
 
     def _scores(self, batch: RolloutBatch, index: int, packed: PackedAnswers) -> dict[str, np.ndarray]:
         """Return the log-probabilities that the loss or the reward needs, at the weights of the batch's first step."""
