@@ -204,7 +204,7 @@ class Trainer:
         nothing: Any = lambda *_, **__: None  # noqa: E731
         prompts: Any = SimpleNamespace(prompt=lambda number: Prompt(number, (1, 2), str(number), {}))
         parts: Any = SimpleNamespace(
-            reach=nothing, reach_child=nothing, enter=nothing, mark=nothing, event=nothing,
+            reach=nothing, reach_child=nothing, enter=nothing, mark=nothing, alive=nothing, event=nothing,
             span=lambda *_: nullcontext(),
         )  # fmt: skip
         self.feed = RolloutFeed(
@@ -258,8 +258,10 @@ def live(draw: dict[str, Any], folder: Path, kills: Sequence[int]) -> tuple[Mach
                 trainer = Trainer(recipe, run, workers.world(rank), machine, draw)
                 trainer.train()
                 ends.append(trainer.chain)
-            except Killed:
+            except BaseException as error:
                 workers.barrier.abort()
+                if not isinstance(error, Killed):
+                    raise
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(1, draw["workers"])]
         for thread in threads:
