@@ -47,13 +47,19 @@ bench-state: $(INSTALLED)
 bench-agent: $(INSTALLED)
 	@$(BIN)/python benchmarks/watching.py
 
-# Every fault there is, then two hundred of them in a row: half an hour on two cores.
-chaos: $(INSTALLED) data/python-stdlib
+# Every fault there is, in pretraining and in reinforcement learning, then two hundred of them in a row: an hour on two
+# cores.
+chaos: $(INSTALLED) data/python-stdlib data/chaos-rl
 	@$(BIN)/headway chaos recipes/chaos.toml
+	@$(BIN)/headway chaos recipes/chaos-rl.toml
 	@$(BIN)/headway chaos recipes/chaos.toml --random 200
 
 data/python-stdlib:
 	@$(BIN)/headway data build $@ "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')/*.py" --vocab-size 2048
+
+data/chaos-rl:
+	@$(BIN)/python examples/countdown.py data/chaos-rl.jsonl --count 200 --model data/chaos-rl-model
+	@$(BIN)/headway data build $@ data/chaos-rl.jsonl --chat data/chaos-rl-model --prompts
 
 # Reinstalls only when the lock or the package's own description changes. First the lock, of which nothing has
 # to be resolved, then what a platform needs on top of it. Modules are compiled on all cores, where pip takes one, but

@@ -1,8 +1,8 @@
 """Inject every fault into small runs, also under torchrun, and write the tables of docs/concepts/faults.md.
 
-python docs/faults_table.py                 more than an hour on two cores; needs the demo's data
+python docs/faults_table.py                 more than an hour on two cores; needs the data of `make chaos`
 python docs/faults_table.py FILE.json ...   the same, from the output of `headway chaos ... --json`;
-                                            rows of later files replace earlier ones
+                                            rows of later files replace earlier ones, and tables without a file stay
 
 Exits with 1 if a run did not recover as expected.
 """
@@ -14,11 +14,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from headway.chaos.cases import CASES
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "concepts" / "faults.md"
-BEGIN, END = "<!-- made by docs/faults_table.py: begin -->", "<!-- made by docs/faults_table.py: end -->"
+MARKS = {
+    "chaos": ("<!-- made by docs/faults_table.py: begin -->", "<!-- made by docs/faults_table.py: end -->"),
+    "chaos-rl": ("<!-- made by docs/faults_table.py: begin policies -->", "<!-- end policies -->"),
+}
+"""Around what is written of each recipe."""
 MATRIX = ("--repeat", "10", "--beside", "torchrun")
 RANDOM = ("--random", "200")
+POLICIES = ("--faults", ",".join(case.name for case in CASES if case.policy), "--repeat", "10")
 
 
 def main(files: Sequence[str]) -> int:
@@ -26,17 +33,20 @@ def main(files: Sequence[str]) -> int:
     if files:
         documents = [json.loads(Path(file).read_bytes()) for file in files]
     else:
-        documents = [run_chaos(*MATRIX), run_chaos(*RANDOM)]
-    matrices = [document for document in documents if "step_s" in document]
-    random = [document for document in documents if "step_s" not in document]
-    lines = [*table(merged(matrices)), *(line for document in random for line in random_lines(document))]
-    write(PAGE, "\n".join(lines))
+        documents = [run_chaos("chaos", *MATRIX), run_chaos("chaos", *RANDOM), run_chaos("chaos-rl", *POLICIES)]
+    for recipe, marks in MARKS.items():
+        own = [document for document in documents if document["recipe"] == recipe]
+        matrices = [document for document in own if "step_s" in document]
+        random = [document for document in own if "step_s" not in document]
+        if matrices:
+            lines = [*table(merged(matrices)), *(line for document in random for line in random_lines(document))]
+            write(PAGE, "\n".join(lines), *marks)
     return 0 if all(document["met"] for document in documents) else 1
 
 
-def run_chaos(*options: str) -> dict[str, Any]:
-    """Return the output of `headway chaos` on the chaos recipe."""
-    command = [sys.executable, "-m", "headway.cli.main", "chaos", "recipes/chaos.toml", *options, "--json"]
+def run_chaos(recipe: str, *options: str) -> dict[str, Any]:
+    """Return the output of `headway chaos` on a recipe."""
+    command = [sys.executable, "-m", "headway.cli.main", "chaos", f"recipes/{recipe}.toml", *options, "--json"]
     document: dict[str, Any] = json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE).stdout)
     return document
 
@@ -53,9 +63,9 @@ def table(document: dict[str, Any]) -> Iterator[str]:
     step = 1e3 * document["step_s"]
     yield f"{document['workers']} workers on two cores, steps of {step:.0f} ms; medians of the tries:"
     yield ""
-    yield "| fault | noticed | stepping | redone | lost | as expected | torchrun: stepping |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
     beside = {row["name"]: row for row in document["beside"]}
+    yield f"| fault | noticed | stepping | redone | lost | as expected |{' torchrun: stepping |' if beside else ''}"
+    yield f"|---|---:|---:|---:|---:|---:|{'---:|' if beside else ''}"
     for row in document["faults"]:
         cells = [
             row["what"],
@@ -64,7 +74,7 @@ def table(document: dict[str, Any]) -> Iterator[str]:
             f"{row['redone']:g}",
             seconds(row["lost_s"]),
             f"{row['met']} of {len(row['tries'])}",
-            baseline(beside.get(row["name"])),
+            *([baseline(beside.get(row["name"]))] if beside else []),
         ]
         yield f"| {' | '.join(cells)} |"
     yield ""
@@ -92,11 +102,11 @@ def random_lines(document: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def write(page: Path, text: str) -> None:
-    """Replace the text between the page's marks."""
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+def write(page: Path, text: str, begin: str, end: str) -> None:
+    """Replace the text between two marks of the page."""
+    before, rest = page.read_text(encoding="utf-8").split(begin, 1)
+    after = rest.split(end, 1)[1]
+    page.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -35,14 +35,15 @@ Problem = tuple[tuple[int, ...], int]
 
 
 def problems(
-    count: int, numbers: int, largest: int, seed: int, known: set[Problem]
+    count: int, numbers: int, largest: int, seed: int, known: set[Problem], in_order: bool = False
 ) -> Iterator[tuple[list[int], int, str]]:
     """Yield (numbers, target, solution) of so many problems, fewer if there are no more; `known` ones are left out."""
     rng, known, tries = random.Random(seed), set(known), 0
     while count and tries < MOST_TRIES:
         given = [rng.randint(1, largest) for _ in range(numbers)]
         value, solution, _ = expression(given, rng)
-        rng.shuffle(given)
+        if not in_order:
+            rng.shuffle(given)
         problem = tuple(sorted(given)), value
         if problem in known or not 1 <= value < 100:
             tries += 1
@@ -98,6 +99,8 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=12, help="largest number (default: 12)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--solutions", action="store_true", help="conversations with a solution, to tune a model on")
+    parser.add_argument("--in-order", action="store_true", help="give the numbers in the order of the solution")
+    parser.add_argument("--guesses", action="store_true", help="as --solutions, with any expression of the numbers")
     parser.add_argument("--orders", type=int, default=1, help="write each problem in so many orders of its numbers")
     parser.add_argument("--terse", action="store_true", help="prompts such as 7,38=45, for a model that knows no words")
     parser.add_argument("--without", type=Path, action="append", default=[], help="leave out the problems of a file")
@@ -107,12 +110,14 @@ def main() -> None:
     for file in options.without:
         lines = map(json.loads, file.read_text().splitlines())
         known |= {(tuple(sorted(line["numbers"])), line["target"]) for line in lines}
-    made = list(problems(options.count, options.numbers, options.largest, options.seed, known))
+    asked = options.count, options.numbers, options.largest, options.seed, known, options.in_order
+    made = list(problems(*asked))
     if len(made) < options.count:
         sys.exit(f"only {len(made)} problems of {options.numbers} numbers up to {options.largest}: raise --largest")
-    terse, solved = options.terse, options.solutions
+    terse, solved = options.terse, options.solutions or options.guesses
     rows, rng = list[dict[str, object]](), random.Random(options.seed)
-    for numbers, target, text in made:
+    for numbers, target, solution in made:
+        text = expression(numbers, rng)[1] if options.guesses else solution
         order = list(numbers)
         for _ in range(options.orders):
             rows.append(row(list(order), target, text if solved else None, terse))

@@ -23,6 +23,7 @@ from headway.chaos.torchrun_baseline import COMPARABLE, BaselineRun, baseline_ou
 from headway.errors import RecipeError, UsageError
 from headway.recipe import Checkpoint, FaultPlan, Recipe, with_settings
 from headway.recipe.faults import AGENT, KEEPER
+from headway.rl.sandbox import why_no_sandbox
 from headway.state.tiers import tiers_at
 from headway.track import Header, Record, RunComparison
 
@@ -73,12 +74,19 @@ def test_faults_in_saves_fire_at_a_save(context: CaseContext) -> None:
 
 def test_cases_are_unique_and_selected_by_name() -> None:
     assert len(BY_NAME) == len(CASES)
-    assert [case.name for case in select_cases("all", 2)] == [case.name for case in CASES]
+    policies = {case.name for case in CASES if case.policy}
+    assert [case.name for case in select_cases("all", 2)] == [name for name in BY_NAME if name not in policies]
+    sandboxes = {case.name for case in CASES if case.sandbox and why_no_sandbox()}
+    assert [case.name for case in select_cases("all", 2, policy=True)] == [
+        name for name in BY_NAME if name not in sandboxes
+    ]
+    with pytest.raises(UsageError, match="kill-scorer needs a recipe of reinforcement learning"):
+        select_cases("kill-scorer", 2)
     assert [case.name for case in select_cases("stop-agent, kill-worker", 1)] == ["stop-agent", "kill-worker"]
-    single_worker = {case.name for case in select_cases("all", 1)}
+    single_worker = {case.name for case in select_cases("all", 1)} | policies
     multi_node = {name for name, case in BY_NAME.items() if case.nodes > 1}
     assert set(BY_NAME) - single_worker == {"hang-collective", "slow-rank", "flipped-bit"} | multi_node
-    assert set(BY_NAME) - {case.name for case in select_cases("all", 3)} == {"flipped-bit"}
+    assert set(BY_NAME) - {case.name for case in select_cases("all", 3)} == {"flipped-bit"} | policies
     with pytest.raises(UsageError, match="unknown fault 'kill-wroker'") as error:
         select_cases("kill-wroker", 2)
     assert "kill-worker" in str(error.value.hint)
@@ -95,10 +103,12 @@ def test_exit_statuses_of_launchers() -> None:
 
 
 def test_settings_of_every_case_make_a_recipe() -> None:
-    recipe = Recipe.model_validate({"data": {"path": "x"}, "train": {"steps": 90}, "checkpoint": {"every_steps": 10}})
+    values = {"data": {"path": "x"}, "train": {"steps": 90}, "checkpoint": {"every_steps": 10}}
+    recipe = Recipe.model_validate(values)
+    policy = Recipe.model_validate({**values, "objective": {"kind": "grpo"}, "rl": {"rewards": ["math"]}})
     context = make_context(recipe, 2, step_s=0.02)
     for case in CASES:
-        changed = with_settings(recipe, case.settings(context))
+        changed = with_settings(policy if case.policy else recipe, case.settings(context))
         assert changed.train.steps >= 90
         case.plan(make_context(changed, 2, step_s=0.02))
     slow = BY_NAME["slow-rank"]

@@ -109,6 +109,18 @@ def test_diverging_loss_is_noticed_once(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.count("note: the loss diverges: about 548 up to step") == 1
 
 
+def test_what_a_worker_says_once_is_shown_and_its_repetitions_are_not(capsys) -> None:
+    source = Source()
+    lines = PlainLines(LiveStatus(), source, "title")
+    message = "step 1: the reward of 16 of 16 answers failed, and it counts as 0: no field 'target'"
+    source.events = [FACTS, {"kind": "log", "t": 0, "message": message, "notice": True}]
+    source.events += [*steps(1, 2), {"kind": "log", "t": 0, "message": message.replace("step 1", "step 2")}]
+    lines.tick(0)
+    said = capsys.readouterr().err
+    assert said.count(f"note: {message}") == 1
+    assert "step 2: the reward" not in said
+
+
 def test_plain_lines_do_not_repeat_how_far_a_reference_is(capsys: pytest.CaptureFixture[str]) -> None:
     source = Source()
     lines = PlainLines(LiveStatus(), source, "title")

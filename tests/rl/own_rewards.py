@@ -28,6 +28,9 @@ def act(answer: Answer) -> object:
         case "hang":
             while True:
                 time.sleep(1)
+        case "hang-once" if not (mark := Path(answer.fields["file"])).exists():
+            mark.write_text(str(os.getpid()))
+            time.sleep(1000)
         case "child":
             child = subprocess.Popen(["sleep", "1000"])
             Path(answer.fields["file"]).write_text(str(child.pid))

@@ -13,7 +13,7 @@ from headway.data.loader import MASKED
 from headway.errors import RunError, WorkerError
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
-from headway.rl.groups import advantages_of, chosen, groups_of, metrics_of, shares
+from headway.rl.groups import advantages_of, chosen, failure_note, groups_of, metrics_of, shares
 from headway.rl.packing import best_fit, pack_answers, per_answer, per_token, token_divergences
 from headway.rl.rollout import AnswerScore, Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, from_lines, to_lines
@@ -50,6 +50,22 @@ def random_rollouts(seed: int, count: int, seq: int) -> list[Rollout]:
 
 
 # -- files
+
+
+def test_what_suspect_weights_sampled_is_discarded_and_nothing_else(tmp_path: Path) -> None:
+    files = RolloutFiles(RunFolder(tmp_path))
+    headers = [BatchHeader(step, version, "c0ffee", 0) for step, version in ((1, 0), (3, 2), (5, 2), (7, 4), (9, 6))]
+    for header in headers[:4]:
+        files.finish(RolloutBatch(header, 12, (rollout(0, 0),)))
+        files.store_scores(header, 0, {"proximal": np.zeros((1, 2), dtype=np.float32)})
+    with files.open_part(headers[4], 1) as part:
+        part.add(rollout(0, 0))
+    files.discard(3)
+    assert files.steps() == [1, 3, 5]
+    assert files.read_scores(headers[2], 0, ["proximal"], (1, 2)) is not None
+    assert files.unfinished() == {}
+    files.discard(0)
+    assert [*(tmp_path / "rollouts").iterdir()] == []
 
 
 def test_a_finished_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -290,3 +306,13 @@ def test_metrics_are_means_over_answers_and_groups() -> None:
     assert metrics["length"] == 7 / 4
     assert metrics["staleness"] == 2
     assert metrics["sampled_entropy"] == pytest.approx((3 * (0.1 + 0.2) + 0.1) / 7)
+
+
+def test_failed_rewards_are_told_with_their_number_and_the_first_reason() -> None:
+    whole = [rollout(0, 0), rollout(0, 1)]
+    assert failure_note(groups_of(whole, rl()), rl()) is None
+    failed = [*whole, rollout(1, 0, error="math: Traceback\n  File\nKeyError: 'a'"), rollout(1, 1, error="other")]
+    leave_out = rl(if_reward_fails="leave-out")
+    reason = "the reward of 2 of 4 answers failed, and {}: KeyError: 'a'"
+    assert failure_note(groups_of(failed, rl()), rl()) == reason.format("it counts as 0")
+    assert failure_note(groups_of(failed, leave_out), leave_out) == reason.format("they are left out")

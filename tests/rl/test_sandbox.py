@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,18 @@ from eventually import eventually
 from headway.errors import DataError, EngineError
 from headway.recipe.rl import Rl
 from headway.rl.rewards import Answer, load_reward
-from headway.rl.sandbox import SandboxLimits, SandboxProcess, TestCode, check_sandbox, process, run_program, run_tests
+from headway.rl.sandbox import (
+    ProgramEnd,
+    SandboxLimits,
+    SandboxProcess,
+    TestCode,
+    check_sandbox,
+    process,
+    programs,
+    run_program,
+    run_tests,
+    tested_code,
+)
 from headway.rl.sandbox.launch import CGROUP_PREFIX, FIRST_UID
 from headway.rl.sandbox.plain_data import decode, encode, to_line
 from headway.rl.sandbox.syscall_filter import DENIED, DENIED_EVERYWHERE, filter_bytes
@@ -219,6 +231,30 @@ def test_a_killed_launcher_takes_everything_with_it() -> None:
     assert run_program("print(2)", b"", PATIENT, 100).output == b"2\n"
     name = f"{CGROUP_PREFIX}{killed.process.pid}"
     eventually(lambda: not list(Path("/sys/fs/cgroup").glob(f"*/{name}")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("struck", [0, 1])
+def test_code_whose_sandbox_is_killed_or_stopped_is_run_once_more(
+    number: int, struck: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    class Struck(SandboxProcess):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            if len(started) == struck + 1:
+                os.kill(self.process.pid, number)
+
+    monkeypatch.setattr(tested_code, "SandboxProcess", Struck)
+    assert verdicts("def f(): return 1", "assert f() == 1", "assert f() == 2") == [True, False]
+    assert len(started) == 4
+    if struck == 0:
+        monkeypatch.setattr(programs, "SandboxProcess", Struck)
+        started.clear()
+        assert run_program("print(input())", b"7", PATIENT, 100) == ProgramEnd(0, b"7\n")
+        assert len(started) == 2
 
 
 def test_a_sandbox_that_cannot_be_built_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from headway.rl.rollout import AnswerScore
 from headway.rl.scorer import Scorer, combine
 from headway.rl.scorer_pipe import wait_for_pipes
 from headway.rl.scorer_process import LimitedText, score
+from headway.track.process_state import process_state
 
 SCORES = """
 import sys
@@ -157,6 +158,40 @@ def test_a_reward_that_hangs_is_stopped_with_what_it_started(tmp_path: Path) -> 
         0.0, {"own_rewards:act": 0.0}, "own_rewards:act: took longer than rl.reward_timeout_s = 10 and was stopped"
     )
     assert fine == AnswerScore(1.0, {"own_rewards:act": 1.0})
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_answer_whose_process_was_killed_or_stopped_is_scored_once_more(tmp_path: Path, number: int) -> None:
+    """What happened to the process says nothing of the answer; the others that it held were not begun."""
+    clock, file = Clock(), tmp_path / "pid"
+    with Scorer(section("own_rewards:length", "own_rewards:act", reward_timeout_s=10), clock=clock) as scorer:
+        for text in ("hang-once", "ok", "ok"):
+            scorer.submit(answer(text, file=str(file)))
+        pid = int(eventually(lambda: scorer.poll() or (file.exists() and file.read_text())))
+        os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            eventually(lambda: process_state(pid) == "T")
+            clock.now += 10.5
+        scores = scorer.wait()
+    assert [score.error for score in scores.values()] == [None] * 3
+    assert [score.reward for score in scores.values()] == [10.0, 3.0, 3.0]
+
+
+def test_an_answer_whose_process_is_killed_every_time_has_no_score() -> None:
+    """As one has whose reward takes so much memory that the kernel kills it."""
+    killed = set[int]()
+    with Scorer(section("own_rewards:act")) as scorer:
+        scorer.submit(answer("hang"))
+
+        def kill_and_poll() -> dict[int, AnswerScore]:
+            for pid in set(scorer.busy()) - killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+            return scorer.poll()
+
+        (score,) = eventually(kill_and_poll).values()
+    assert len(killed) == 2
+    assert score.error == "own_rewards:act: its process was killed by SIGKILL"
 
 
 def test_a_score_that_arrived_counts_however_late_it_is_read() -> None:

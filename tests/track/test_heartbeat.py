@@ -183,6 +183,23 @@ def test_progress_orders_by_step_phase_and_share_of_marks() -> None:
     assert progress(3, "compute", 20, 40) == progress(3, "compute", 5, 10), "pipeline stages differ in their blocks"
 
 
+def test_being_alive_breaks_a_silence_and_is_no_progress(clock: Clock) -> None:
+    """Workers sample and score answers of different lengths: none of them is behind by that."""
+    pulses, clock.now = HeartbeatPages(1), 100
+    beat = HeartbeatWriter(pulses.page(0))
+    beat.step(1)
+    beat.enter("generate")
+    before = read(pulses)
+    for _ in range(3):
+        clock.now += 50
+        beat.alive()
+    after = read(pulses)
+    assert (after.at_ns, after.progress) == (before.at_ns + 150, before.progress)
+    clock.now += 10
+    beat.enter("gather")
+    assert read(pulses).longest_ns["generate"] == 50
+
+
 def test_arrivals_cover_the_last_steps(clock: Clock) -> None:
     pulses = HeartbeatPages(1)
     beat = HeartbeatWriter(pulses.page(0))

@@ -1,5 +1,6 @@
 """Rewards that the tests' recipes name."""
 
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -41,3 +42,26 @@ def forever(_: Answer) -> float:
     """Never returns."""
     while True:
         time.sleep(60)
+
+
+def slow_once(answer: Answer, folder: str, after: int, seconds: float) -> float:
+    """Takes long once, after it has been called so often by any process."""
+    with (Path(folder) / "calls").open("a") as file:
+        file.write("x")
+        calls = file.tell()
+    try:
+        if calls > after:
+            (Path(folder) / "slept").touch(exist_ok=False)
+            time.sleep(seconds)
+    except FileExistsError:
+        pass
+    return digits(answer)
+
+
+def counted(answer: Answer, folder: str) -> float:
+    """The same, with a character in a file of the prompt and the answer for every call."""
+    prompt = int(answer.fields["target"]) - 1
+    name = hashlib.sha256(f"{prompt} {answer.text}".encode()).hexdigest()
+    with (Path(folder) / name).open("a") as file:
+        file.write("x")
+    return digits(answer)

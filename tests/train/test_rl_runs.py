@@ -163,6 +163,21 @@ def test_two_workers_sample_the_bits_of_one_and_have_its_gradients(mesh: dict, l
 
 
 @pytest.mark.slow
+def test_answers_that_corrupt_weights_sampled_are_sampled_again(lab, make_recipe) -> None:
+    """A bit flips before a batch is sampled; replicas are found to differ after its step, which is rolled back."""
+    values = make_recipe(train={"restarts": 1, "steps": 4}).model_dump()
+    values |= {"parallel": {"replicate": 2, "shard": 1}, "checkpoint": {"every_steps": 1}}
+    recipe = Recipe.model_validate(values)
+    alone = lab.train(recipe, workers=2)
+    assert alone.outcome.state == "finished", alone.outcome
+    flipped = lab.train(recipe, workers=2, faults=FaultPlan().add("flip", point="start", step=3, rank=1))
+    assert len(flipped.ways_on) == 1, flipped.ways_on
+    assert "replicas differ after step 3" in flipped.ways_on[0]
+    assert compare_runs(flipped.run, alone.run).equal
+    assert rollouts_of(flipped) == rollouts_of(alone)
+
+
+@pytest.mark.slow
 def test_no_answer_is_scored_twice_although_the_run_was_killed(lab, make_recipe, tmp_path) -> None:
     folder = tmp_path / "scored"
     folder.mkdir()
@@ -186,6 +201,9 @@ def test_rewards_that_fail_are_told_and_the_run_goes_on(policy: str, lab, make_r
     assert failed
     assert any("no score for this one" in rollout.score.error for rollout in failed) or len(failed) > 4
     assert all(event["failed"] > 0 for event in lived.events("step"))
+    said = [event for event in lived.events("log") if "answers failed" in event["message"]]
+    assert [event.get("notice", False) for event in said] == [True, False]
+    assert "headway rl samples" in said[0]["message"]
 
 
 @pytest.mark.slow
@@ -205,3 +223,15 @@ def test_a_reward_that_hangs_costs_its_time_limit(lab, make_recipe) -> None:
     assert all(rollout.score.error for rollout in rollouts_of(lived))
     [said] = [event["message"] for event in lived.events("log")]
     assert "loss 0 is expected here" in said
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_for_the_scores_of_another_is_not_hung(lab, make_recipe, tmp_path) -> None:
+    """The other says that it lives while a reward takes longer than any worker was silent for so far."""
+    values = make_recipe(train={"steps": 2, "restarts": 3}, reward_timeout_s=60).model_dump()
+    args = {"folder": str(tmp_path), "after": BATCH * SAMPLES, "seconds": 12.0}
+    values["rl"]["rewards"] = [{"name": "rewards_of_tests:slow_once", "args": args}]
+    lived = lab.train(Recipe.model_validate(values), workers=2)
+    assert (tmp_path / "slept").exists()
+    assert lived.outcome.state == "finished", lived.outcome
+    assert lived.ways_on == []

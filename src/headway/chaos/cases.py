@@ -18,7 +18,8 @@ from typing import Literal
 
 from headway.errors import RecipeError, UsageError, plural, suggest
 from headway.recipe import FaultPlan, Recipe
-from headway.recipe.faults import AGENT, KEEPER, Action, WorkerPoint
+from headway.recipe.faults import AGENT, KEEPER, Action, ChildPoint, WorkerPoint
+from headway.rl.sandbox import check_sandbox, why_no_sandbox
 
 Way = Literal["restarted", "woken", "unhurt", "resumed", "refused"]
 MIN_STEPS = 6
@@ -120,6 +121,10 @@ class FaultCase:
     spares: int = 0
     skips: bool = False
     """Whether samples are skipped; the reference run skips the same ones."""
+    policy: bool = False
+    """Whether the run must be one of reinforcement learning."""
+    sandbox: bool = False
+    """Whether the machine must be able to build sandboxes."""
 
     @property
     def statuses(self) -> tuple[int, ...]:
@@ -131,6 +136,14 @@ class FaultCase:
 
 def _at_worker(action: Action, point: WorkerPoint) -> Callable[[CaseContext], FaultPlan]:
     return lambda context: FaultPlan().add(action, point=point, step=context.step, rank=context.last, attempt=None)
+
+
+def _at_child(action: Action, point: ChildPoint) -> Callable[[CaseContext], FaultPlan]:
+    return lambda context: FaultPlan().add(action, point=point, step=context.step, rank=context.last, attempt=None)
+
+
+def _in_sandboxes(_: CaseContext) -> list[str]:
+    return ['rl.rewards=["headway.chaos.rewards:digits_in_sandbox"]']
 
 
 def _at_agent(action: Action) -> Callable[[CaseContext], FaultPlan]:
@@ -255,18 +268,55 @@ CASES = (
         "kill-lead", "SIGKILL of the leader", "restarted", ("end",),
         _at_agent("kill"), min_workers=2, nodes=2,
     ),
+    FaultCase(
+        "kill-generate", "SIGKILL of a worker that samples answers", "restarted", ("exit",),
+        _at_worker("kill", "generate"), policy=True,
+    ),
+    FaultCase(
+        "kill-score", "SIGKILL of a worker that waits for scores", "restarted", ("exit",),
+        _at_worker("kill", "score"), policy=True,
+    ),
+    FaultCase(
+        "kill-update", "SIGKILL of a worker before its update", "restarted", ("exit",),
+        _at_worker("kill", "optimizer"), policy=True,
+    ),
+    FaultCase(
+        "hang-generate", "a hang while answers are sampled", "restarted", ("hang",), _at_worker("hang", "generate"),
+        names=True, policy=True,
+    ),
+    FaultCase(
+        "hang-score", "a hang while a worker waits for scores", "restarted", ("hang",), _at_worker("hang", "score"),
+        names=True, policy=True,
+    ),
+    FaultCase(
+        "kill-scorer", "SIGKILL of a process that scores", "unhurt", (), _at_child("kill", "scorer"), attempts=1,
+        policy=True,
+    ),
+    FaultCase(
+        "stop-scorer", "SIGSTOP of a process that scores", "unhurt", (), _at_child("stop", "scorer"), attempts=1,
+        policy=True,
+    ),
+    FaultCase(
+        "kill-sandbox", "SIGKILL of a sandbox of a code reward", "unhurt", (), _at_child("kill", "sandbox"),
+        attempts=1, settings=_in_sandboxes, policy=True, sandbox=True,
+    ),
+    FaultCase(
+        "stop-sandbox", "SIGSTOP of a sandbox of a code reward", "unhurt", (), _at_child("stop", "sandbox"),
+        attempts=1, settings=_in_sandboxes, policy=True, sandbox=True,
+    ),
 )  # fmt: skip
 """All cases, in the order of the table."""
 
 
-def select_cases(names: str, workers: int) -> list[FaultCase]:
-    """Return `all` cases that so many workers can run, or some by name."""
+def select_cases(names: str, workers: int, *, policy: bool = False) -> list[FaultCase]:
+    """Return some cases by name, or those of `all` that so many workers, such a recipe and this machine can run."""
     if names == "all":
-        return [case for case in CASES if _fits(case, workers)]
-    return [_named(name.strip(), workers) for name in names.split(",")]
+        fitting = [case for case in CASES if _fits(case, workers) and (policy or not case.policy)]
+        return [case for case in fitting if not case.sandbox or why_no_sandbox() is None]
+    return [_named(name.strip(), workers, policy) for name in names.split(",")]
 
 
-def _named(name: str, workers: int) -> FaultCase:
+def _named(name: str, workers: int, policy: bool) -> FaultCase:
     case = next((case for case in CASES if case.name == name), None)
     if case is None:
         names = [case.name for case in CASES]
@@ -274,6 +324,10 @@ def _named(name: str, workers: int) -> FaultCase:
     if not _fits(case, workers):
         requirement = "an even number of workers" if case.even else f"{plural(case.min_workers, 'worker')} or more"
         raise UsageError(f"{name} needs {requirement}, not {workers}", hint="--workers 2")
+    if case.policy and not policy:
+        raise UsageError(f"{name} needs a recipe of reinforcement learning", hint="recipes/chaos-rl.toml")
+    if case.sandbox:
+        check_sandbox()
     return case
 
 

@@ -75,20 +75,20 @@ def measure(
         noticed = next((event.at_ns for event in _agent_events(records, fault_ns) if event.kind in signs), None)
     return RecoveryTimes(
         noticed_s=None if noticed is None else (noticed - fault_ns) / 1e9,
-        stepping_s=None if noticed is None else _stepping_s(_step_events(records), fault_ns, noticed, way),
+        stepping_s=_stepping_s(_step_events(records), fault_ns, noticed, way),
         redone=account(records).lost_steps,
         lost_s=lost_s(records),
     )
 
 
-def _stepping_s(steps: Sequence[TimedEvent], fault_ns: int, noticed_ns: int, way: Way) -> float | None:
-    if way == "refused":
-        return None
+def _stepping_s(steps: Sequence[TimedEvent], fault_ns: int, noticed_ns: int | None, way: Way) -> float | None:
     if way == "unhurt":
         # the longest gap between the ends of two steps, from the last one before the fault on
         last = max((index for index, step in enumerate(steps) if step.at_ns <= fault_ns), default=0)
         gaps = ((later.at_ns - earlier.at_ns) / 1e9 for earlier, later in itertools.pairwise(steps[last:]))
         return max(gaps, default=None)
+    if way == "refused" or noticed_ns is None:
+        return None
     before = [step.attempt for step in steps if step.at_ns < fault_ns]
     # The step under way may end and be recorded without counting: only a later attempt has resumed.
     first = max(before, default=0) + (way != "woken")

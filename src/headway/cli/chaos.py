@@ -29,7 +29,9 @@ ON_CPU = 2
 
 
 def chaos(
-    recipe: Annotated[Path, typer.Argument(help="A recipe of a run that takes seconds: recipes/chaos.toml.")],
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe of a run that takes seconds: recipes/chaos.toml, recipes/chaos-rl.toml.")
+    ],
     faults: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Faults to inject: all (default), or some by name.")
     ] = None,
@@ -70,7 +72,7 @@ def chaos(
     count = workers or _workers(loaded)
     if beside is not None and devices(loaded.train.device).kind == "cuda":
         raise UsageError("--beside torchrun trains on CPUs only", hint="--set train.device=cpu")
-    rows = select_cases(faults or "all", count)
+    rows = select_cases(faults or "all", count, policy=loaded.rl is not None)
     result: Any
     with _sigterm_interrupts(), _folder(runs) as root, track_descendants() as family, status_line() as report:
         harness = ChaosHarness(root, count, start_launcher, family, keep=runs is not None)

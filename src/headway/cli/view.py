@@ -59,6 +59,7 @@ _POLICY_NUMBERS = (
     ("pass@", "{key} {:.2f}"),
     ("length", "length {:.0f}"),
     ("zero_variance", "zero-variance {:.0%}"),
+    ("failed", "failed {:.0%}"),
     ("mismatch", "mismatch {:.2g}"),
     ("kl", "KL {:.4f}"),
     ("grad_norm", "norm {:.2f}"),
@@ -122,6 +123,8 @@ class LiveStatus:
             case "attempt":
                 self._open.clear()  # spans of an attempt that was cut short never end
                 self.recent.clear()
+            case "log" if event.get("notice"):
+                self.notices.append(event["message"])
             case "end" if "recovery" in event:
                 self.notices.append(event["recovery"])
             case "hang" | "node" | "woken" | "adopted" | "alone" | "straggler" | "waiting" if event.get("text"):

@@ -63,6 +63,6 @@ def _check_defines(file: Path, name: str, what: str) -> None:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     if name not in names and "*" not in names and "__getattr__" not in names:
-        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-        hint = suggest(name, classes, f"look into {file}") if classes else f"{file} defines no class"
+        defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        hint = suggest(name, defined, f"look into {file}") if defined else f"{file} defines no class and no function"
         raise RecipeError(f"{what}: {file} has no {name}", hint=hint)

@@ -3,8 +3,9 @@
 A call is a line of JSON and one or more functions that take it in turn. The processes (`rl/scorer_process.py`) start
 with the first call. They are driven by the caller: `submit` and `advance` send calls and read what has come back; no
 thread runs in between, and two calls are sent ahead so that the processes need not wait for the next round. No function
-is given a call twice. Use a pool from one thread that lives as long as it does: processes end with the thread that
-started them.
+is given a call twice, but for one that was running when its process was killed or stopped from outside: that says
+nothing of the call, which is sent once more. Use a pool from one thread that lives as long as it does: processes end
+with the thread that started them.
 """
 
 import math
@@ -39,6 +40,8 @@ class _Call:
     number: int
     line: Mapping[str, Any]
     results: dict[str, CallResult] = field(default_factory=dict)
+    lost: bool = False
+    """Whether a process was killed or stopped while it ran it."""
 
 
 @dataclass(slots=True)
@@ -108,6 +111,10 @@ class CallPool:
             self._read(worker)
         self._send()
 
+    def busy(self) -> list[int]:
+        """Return the processes that run a call, by pid."""
+        return [worker.pipe.pid for worker in self.workers if worker.ready and worker.calls]
+
     # -- one round
 
     def _send(self) -> None:
@@ -164,6 +171,7 @@ class CallPool:
     def _replace(self, worker: _Worker, end: str | None) -> None:
         """Remove a process that hangs or has ended; its first call is marked, and others are sent again."""
         self.workers.remove(worker)
+        from_outside = worker.pipe.stopped if end is None else worker.pipe.killed
         worker.pipe.kill()
         if not worker.ready:
             what = f"took longer than {STARTUP_S:g} s" if end is None else end
@@ -171,7 +179,9 @@ class CallPool:
                 f"a scorer process {what} while it imported {', '.join(self._imports)}",
                 hint="import these modules in a shell to see what happens",
             )
-        if worker.calls:
+        if worker.calls and from_outside and not worker.calls[0].lost:
+            worker.calls[0].lost = True
+        elif worker.calls:
             call = worker.calls.popleft()
             name = next(name for name in self._names if name not in call.results)
             limit = f"took longer than rl.reward_timeout_s = {self._limit_s:g} and was stopped"

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from headway.errors import WorkerError
+from headway.errors import WorkerError, plural
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
 from headway.rl.advantages import (
@@ -73,6 +73,17 @@ def after_failure(
         f"the reward of {answer_name} failed: {last}",
         hint='rl.if_reward_fails = "zero" or "leave-out" continues without it',
     )
+
+
+def failure_note(groups: Sequence[Group], rl: Rl) -> str | None:
+    """Return a sentence about the answers whose rewards failed, with the first reason; None if there are none."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    errors = [rollout.score.error for rollout in rollouts if rollout.score is not None and rollout.score.error]
+    if not errors:
+        return None
+    fate = "they are left out" if rl.if_reward_fails == "leave-out" else "it counts as 0"
+    reason = errors[0].strip().splitlines()[-1]
+    return f"the reward of {len(errors)} of {plural(len(rollouts), 'answer')} failed, and {fate}: {reason}"
 
 
 def chosen(groups: Sequence[Group], rl: Rl, count: int) -> list[Group]:

@@ -161,6 +161,15 @@ class RolloutFiles:
     def _scores_path(self, step: int, share: int) -> Path:
         return self._folder / f"batch-{step:08d}.{share}.safetensors"
 
+    def discard(self, version: int) -> None:
+        """Remove what the weights after the step `version`, or later ones, have sampled."""
+        parts = sorted(self._folder.glob("batch-*.part.jsonl"))
+        started = [header for path in parts if (header := _header_of(list(_lines(path)))) is not None]
+        finished = [header for step in self.steps() if (header := self.header(step)) is not None]
+        for step in {header.step for header in (*started, *finished) if header.version >= version}:
+            for path in self._folder.glob(f"batch-{step:08d}.*"):
+                path.unlink(missing_ok=True)
+
     def prune(self, keep: int, needed_from: int) -> None:
         """Remove all but the newest `keep` batches before a step that a checkpoint may be resumed from."""
         old = [step for step in self.steps() if step < needed_from]

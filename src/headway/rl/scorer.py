@@ -14,6 +14,7 @@ from headway.recipe.rl import Rl
 from headway.rl.call_pool import CallPool, CallResult
 from headway.rl.rewards.answer import Answer
 from headway.rl.rollout import AnswerScore
+from headway.rl.sandbox.process import sandboxes_of
 
 
 class Scorer:
@@ -71,6 +72,14 @@ class Scorer:
     def pending(self) -> int:
         """Answers that are not scored yet."""
         return self._pool.pending
+
+    def busy(self) -> list[int]:
+        """Return the processes that score an answer, by pid."""
+        return self._pool.busy()
+
+    def sandboxes(self) -> list[int]:
+        """Return the processes outside of sandboxes that these have started, by pid."""
+        return sandboxes_of(self.busy())
 
     def close(self) -> None:
         """End all processes; what they were scoring is lost."""

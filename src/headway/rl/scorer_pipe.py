@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from headway.errors import WorkerError
+from headway.track.process_state import process_state
 
 MOST_LINE_BYTES = 1 << 20
 """Of what a process sends; it never needs so much."""
@@ -41,6 +42,8 @@ class ScorerPipe:
         self._incoming = bytearray()
         self.end: str | None = None
         """How the process ended, or why it is of no more use; None while it works."""
+        self.killed = False
+        """Whether a signal ended it that rewards do not die of by themselves: somebody, or the kernel, killed it."""
         self.send({"path": sys.path, **start})
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -67,6 +70,7 @@ class ScorerPipe:
             self.end = "wrote to the descriptor of its scores"
         elif ended:
             status = self._kill_group()
+            self.killed = -status in (signal.SIGKILL, signal.SIGTERM)
             self.end = (
                 f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
             )
@@ -93,6 +97,11 @@ class ScorerPipe:
     def pid(self) -> int:
         """The process."""
         return self._process.pid
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody has stopped the process, so that its silence is not the reward's."""
+        return process_state(self._process.pid) == "T"
 
     def _flush(self) -> None:
         while self._outgoing:

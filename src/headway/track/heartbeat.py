@@ -26,6 +26,7 @@ Phase = Literal[
     "compile",
     "data",
     "generate",
+    "gather",
     "compute",
     "optimizer",
     "record",
@@ -96,14 +97,19 @@ class HeartbeatWriter:
 
     def mark(self, module: int = 0) -> None:
         """Record progress."""
-        now, numbers = time.monotonic_ns(), self._numbers
-        if now - self._at > self._gap:
-            self._gap = now - self._at
-        self._at = now
+        numbers = self._numbers
         self._marks += 1
         numbers[_MODULE] = module
         numbers[_MARKS] = self._marks
-        numbers[_AT] = now
+        self.alive()
+
+    def alive(self) -> None:
+        """Record that there is progress, in work of which workers do different amounts: it is not compared."""
+        now = time.monotonic_ns()
+        if now - self._at > self._gap:
+            self._gap = now - self._at
+        self._at = now
+        self._numbers[_AT] = now
 
     def enter(self, phase: Phase) -> None:
         """Enter another phase, and publish the previous phase's longest gap."""

@@ -1,5 +1,6 @@
 """Executes the faults of a FaultPlan in a worker, at the named points of a step."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from headway.parallel.local_part import to_local
 from headway.recipe import FaultPlan
-from headway.recipe.faults import Fault, WorkerPoint, execute_fault, mark_fired
+from headway.recipe.faults import ChildPoint, Fault, WorkerPoint, execute_fault, mark_fired
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,15 @@ class WorkerFaultInjector:
             fault = self.plan.faults[number]
             if mark_fired(self.folder, number, fault, self.rank, step):
                 self._carry_out(fault, step)
+
+    def reach_child(self, point: ChildPoint, step: int, pids: Callable[[], Sequence[int]]) -> None:
+        """Execute faults that are due in a process of this worker, if it has such a process now."""
+        if not self.plan.faults:
+            return
+        for number in self.plan.due(point, step, self.rank, self.attempt):
+            fault, children = self.plan.faults[number], pids()
+            if children and mark_fired(self.folder, number, fault, self.rank, step):
+                execute_fault(fault, children[0])
 
     def spoil(self, loss: torch.Tensor, step: int) -> torch.Tensor:
         """Return the loss of a step, or NaN if a fault of this step says so."""

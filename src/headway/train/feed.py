@@ -70,6 +70,10 @@ class Feed(Protocol):
         a loss instead."""
         ...
 
+    def discard(self, version: int) -> None:
+        """Forget what was sampled with the weights after the step `version` or later: they may be corrupt."""
+        ...
+
     def close(self) -> None:
         """Release what it holds."""
         ...
@@ -115,6 +119,9 @@ class DeviceFeed:
         return FedStep(*self.read(cursor, batch), cursor + batch, batch * self._loader.reader.seq)
 
     def held_out_rewards(self, held_out: Ids, version: int) -> None:
+        """See Feed."""
+
+    def discard(self, version: int) -> None:
         """See Feed."""
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from headway.train.numerics import BadNumbers, NumericsMonitor
 from headway.train.objectives import NextToken
 from headway.train.optim import clip, set_step
 from headway.train.optimizer_in_backward import early_updates
-from headway.train.replica_check import ReplicaChecker
+from headway.train.replica_check import Corrupted, ReplicaChecker
 from headway.train.rng import seed_step
 from headway.train.save import SaveClient
 from headway.train.schedule import learning_rate
@@ -243,7 +243,11 @@ def with_sample_size(named: Mapping[str, float]) -> dict[str, float]:
 def compare(parts: Parts, replicas: ReplicaChecker, step: int) -> None:
     """Compare replicas and record their common digest; raise Corrupted if they differ."""
     with parts.recorder.span("compare"):
-        digest = replicas.compare(step)
+        try:
+            digest = replicas.compare(step)
+        except Corrupted:
+            parts.feed.discard(replicas.agreed)  # what the step samples again is identified by the chain before it
+            raise
     if parts.world.first:
         parts.recorder.event("replicas", step=step, digest=digest)
     doubted = replicas.doubted(step)

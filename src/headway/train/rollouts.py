@@ -23,7 +23,7 @@ from headway.errors import RunError, plural
 from headway.parallel import ParallelModel, World
 from headway.recipe import Recipe
 from headway.recipe.policy import PolicyGradient
-from headway.rl.groups import Group, advantages_of, chosen, groups_of, metrics_of, shares, weights_of
+from headway.rl.groups import Group, advantages_of, chosen, failure_note, groups_of, metrics_of, shares, weights_of
 from headway.rl.packing import PackedAnswers
 from headway.rl.rewards import Answer
 from headway.rl.rollout import Rollout
@@ -91,6 +91,7 @@ class RolloutFeed:
         """The first step of the batch that `_lessons` are of."""
         self._lessons = list[_Lesson]()
         self._end = 0
+        self._noticed = set[str]()
 
     # -- what the loop calls
 
@@ -127,6 +128,12 @@ class RolloutFeed:
         groups = groups_of(self._gathered(self.sampled(requests, version)), self._rl)
         metrics = metrics_of(groups, self._rl, version)
         return {key: value for key, value in metrics.items() if key in HELD_OUT or key.startswith("reward/")}
+
+    def discard(self, version: int) -> None:
+        """See Feed; all workers together."""
+        if self._world.first:
+            self._files.discard(version)
+        self._world.any(False)  # none starts anew before they are gone
 
     # -- obtain
 
@@ -233,7 +240,10 @@ class RolloutFeed:
             unscored[self._scorer.submit(_answer_of(rollout, prompts[rollout.sample, rollout.answer]))] = rollout
 
         def take() -> None:
-            self._beat.mark()
+            self._beat.alive()
+            if step:
+                self._faults.reach_child("scorer", step, self._scorer.busy)
+                self._faults.reach_child("sandbox", step, self._scorer.sandboxes)
             for number, score in self._scorer.poll().items():
                 rollout = unscored.pop(number)
                 rollout = replace(rollout, score=with_environment(score, rollout.score))
@@ -269,6 +279,9 @@ class RolloutFeed:
 
     def _gathered(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts of all workers."""
+        # One whose answers are scored is ahead of those that score, however often they say that they live: a reward may
+        # take longer than anything that a worker was silent for.
+        self._beat.enter("gather")
         if self._world.size == 1:
             return list(rollouts)
         with self._recorder.span("idle"):
@@ -283,7 +296,10 @@ class RolloutFeed:
 
     def _learn(self, batch: RolloutBatch, step: int) -> list[_Lesson]:
         """Return what each step of a batch learns from; all workers together."""
-        groups = chosen(groups_of(batch.rollouts, self._rl), self._rl, self._recipe.train.batch * self._rl.updates)
+        sampled = groups_of(batch.rollouts, self._rl)
+        if (note := failure_note(sampled, self._rl)) is not None:
+            self._notify("failed", f"step {step}: {note} (headway rl samples {self._run.path.name} --failed)")
+        groups = chosen(sampled, self._rl, self._recipe.train.batch * self._rl.updates)
         parts = shares(groups, self._rl.updates)
         packed = [self.rows.pack(_answers(part)) for part in parts]
         scores = [self._scores(batch, index, rows) for index, rows in enumerate(packed)]
@@ -308,8 +324,13 @@ class RolloutFeed:
         )
         if self._rl.if_no_variance == "stop":
             raise RunError(message, hint='rl.if_no_variance = "go-on", more rl.samples, or easier prompts')
+        self._notify("alike", message)
+
+    def _notify(self, what: str, message: str) -> None:
+        """Record a sentence; the first of its kind is also shown to whoever watches the run."""
         if self._world.first:
-            self._recorder.event("log", message=message)
+            self._recorder.event("log", message=message, **({} if what in self._noticed else {"notice": True}))
+        self._noticed.add(what)
 
     def _scores(self, batch: RolloutBatch, index: int, packed: PackedAnswers) -> dict[str, np.ndarray]:
         """Return the log-probabilities that the loss or the reward needs, at the weights of the batch's first step."""

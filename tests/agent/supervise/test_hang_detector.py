@@ -21,7 +21,6 @@ from headway.agent.supervise.hang_detector import (
     Stall,
     find_stall,
     limit_s,
-    process_state,
 )
 from headway.agent.supervise.stack_dumps import Frame, StackDump, WorkerStack
 from headway.agent.supervise.worker_monitor import WorkerMonitor
@@ -29,6 +28,7 @@ from headway.recipe import FaultPlan
 from headway.track import RunFolder
 from headway.track import heartbeat as heartbeat_module
 from headway.track.heartbeat import PHASES, Heartbeat, HeartbeatPages, HeartbeatWriter
+from headway.track.process_state import process_state
 from thinned import examples
 
 CEILING_S = 600.0
@@ -86,6 +86,8 @@ TABLE = [
      [*(sample(rank, marks=7, silent=9) for rank in (0, 1, 3)), sample(2, marks=6, silent=9)], GAPS, (2, True)),
     # silence of the others does not count
     ("the last one makes progress", [sample(0, silent=100), sample(1, marks=4, silent=0.1)], GAPS, None),
+    ("one scores its answers and the other, which has none left, waits",
+     [sample(0, phase="gather", silent=100), sample(1, phase="generate", marks=900, silent=0.1)], GAPS, None),
     ("the last one saves, and saves are slow",
      [sample(0, step=6, phase="data", silent=40), sample(1, phase="save", silent=40)], SLOW_SAVES, None),
     ("a slow save has a limit too",

@@ -14,7 +14,6 @@ import pytest
 
 from eventually import CEILING_S, eventually
 from headway.agent.supervise import stack_dumps as stacks
-from headway.agent.supervise.hang_detector import process_state
 from headway.agent.supervise.stack_dumps import (
     Frame,
     WorkerStack,
@@ -23,6 +22,7 @@ from headway.agent.supervise.stack_dumps import (
     describe_location,
     short_path,
 )
+from headway.track.process_state import process_state
 
 ANSWERS_S = 60.0
 """Timeout for workers that can answer."""

@@ -26,13 +26,13 @@ from typing import BinaryIO
 
 from headway.agent.attempt import Attempt
 from headway.agent.fd_store import FdEntry, FdReassembler, send_chunked
-from headway.agent.supervise.hang_detector import process_state
 from headway.agent.supervise.outcome import AttemptOutcome
 from headway.agent.supervise.stop_signals import count_stop_signals
 from headway.errors import RunError
 from headway.state import Channel, ChannelClosed, Message
 from headway.track import Recorder, RunFolder, next_attempt, record_path
 from headway.track.access import umask_of
+from headway.track.process_state import process_state
 
 POLL_S = 0.25
 STOPPED_S = 2.0

@@ -22,7 +22,6 @@ from headway.agent.nodes.wait_reporter import WaitReporter
 from headway.agent.remote.folder_server import RunFolderServer
 from headway.agent.saving.buffers import StateFiles
 from headway.agent.saving.restore_points import need_store
-from headway.agent.supervise.hang_detector import process_state
 from headway.agent.supervise.recover import SUSPECT, Failure, NodeCapacity
 from headway.agent.supervise.stack_dumps import Frame, StackDump, WorkerStack
 from headway.agent.workers.workers import NodeEvent, NodeLost, TooFewNodes, WorkerExit, Workers
@@ -33,6 +32,7 @@ from headway.state import Message, MessageChannel
 from headway.state.address import is_in_store
 from headway.track import Recorder, read_recipe
 from headway.track.heartbeat import HeartbeatPages
+from headway.track.process_state import process_state
 from headway.track.suspects import note_suspect
 
 POLL_S = 0.15

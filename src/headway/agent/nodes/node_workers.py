@@ -10,12 +10,12 @@ from typing import Any
 from headway.agent.nodes.snapshot_server import SnapshotServer
 from headway.agent.remote.join import RemoteRun
 from headway.agent.saving.buffers import plan_from
-from headway.agent.supervise.hang_detector import process_state
 from headway.agent.workers.worker_group import WorkerGroup
 from headway.errors import HeadwayError
 from headway.recipe import Assignment
 from headway.state import BufferPlan, Channel, ChannelClosed, Message, SaveBuffer
 from headway.track.heartbeat import HeartbeatPages
+from headway.track.process_state import process_state
 
 HEARTBEATS_S = 0.3
 """Between two reports of the workers' heartbeats, which also show that this node lives."""

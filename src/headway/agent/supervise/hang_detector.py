@@ -11,7 +11,6 @@ this run has seen in it. A phase that has never ended yet (the first step, the f
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from headway.track.heartbeat import PHASES, Heartbeat, HeartbeatPages, Phase
 
@@ -143,11 +142,3 @@ class HangDetector:
     def find_stall(self, samples: Sequence[HeartbeatSample]) -> Stall | None:
         """Like the function, with the gaps of this run."""
         return find_stall(samples, self.longest_ns, self.ceiling_s)
-
-
-def process_state(pid: int) -> str:
-    """The kernel's state letter of a process: R, S, D, T (stopped), t (traced), Z; "" if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

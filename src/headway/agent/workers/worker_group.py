@@ -17,7 +17,6 @@ from typing import final
 from headway.agent.attempt import Attempt, make_assignment
 from headway.agent.fd_store import FdStore
 from headway.agent.saving.buffers import LocalMemory, StateFiles
-from headway.agent.supervise.hang_detector import process_state
 from headway.agent.supervise.recover import Failure
 from headway.agent.supervise.stack_dumps import StackDump, collect
 from headway.agent.workers.workers import WorkerExit, Workers
@@ -27,6 +26,7 @@ from headway.recipe import Assignment, Recipe
 from headway.state import Channel, ChannelClosed, MessageChannel
 from headway.track import Recorder
 from headway.track.heartbeat import HeartbeatPages
+from headway.track.process_state import process_state
 
 POLL_S = 0.15
 EXIT_S = 2.0

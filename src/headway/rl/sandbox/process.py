@@ -6,19 +6,26 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Self, TypeVar
+
+import psutil
 
 from headway.errors import EngineError
 from headway.rl.sandbox.syscall_filter import DENIED, filter_bytes
+from headway.track.process_state import process_state
+
+T = TypeVar("T")
 
 LAUNCH = Path(__file__).with_name("launch.py")
 NOT_BUILT, TIMED_OUT = 125, 124
+LOOK_S = 0.25
+"""Between looks at a sandbox that has neither ended nor written."""
 END_S = 30.0
 """How long the process outside may take to end what is inside; it is killed then, and the kernel does the rest."""
 
@@ -37,6 +44,10 @@ class SandboxLimits:
     """Of /tmp, all that can be written to."""
     descriptors: int = 64
     """Open files of a process."""
+
+
+class SandboxLost(EngineError):
+    """A sandbox was killed or stopped from outside, which says nothing of the code in it."""
 
 
 class SandboxProcess:
@@ -96,22 +107,38 @@ class SandboxProcess:
 
     def end(self) -> int:
         """Wait for the command's end, within its limit of time; return its status, 0, 1 or 124."""
-        self.process.wait()  # what is on stderr is a sentence: it fits into the pipe
+        while True:
+            self.check()
+            with suppress(subprocess.TimeoutExpired):
+                # what is on stderr is a sentence: it fits into the pipe
+                self.process.wait(LOOK_S)
+                break
         self.check()
         return self.process.returncode
 
     def check(self) -> None:
-        """Raise EngineError if the sandbox could not be built or was killed from outside: not the code's fault."""
+        """Raise EngineError if the sandbox could not be built, SandboxLost if it was killed or stopped from outside.
+
+        Call it while waiting: a process outside that is stopped keeps no time.
+        """
         status = self.process.poll()
+        if status is None and self._stopped:
+            raise SandboxLost("a sandbox was stopped by a signal")
         if status is not None and status < 0:
-            raise EngineError(f"a sandbox was killed by {signal.Signals(-status).name}")
+            raise SandboxLost(f"a sandbox was killed by {signal.Signals(-status).name}")
         if status == NOT_BUILT:
             assert self.process.stderr is not None
             problem = self.process.stderr.read()
             raise EngineError(f"code cannot be run in a sandbox here: {problem.decode(errors='replace')}", hint=_HINT)
 
+    @property
+    def _stopped(self) -> bool:
+        return process_state(self.process.pid) == "T"
+
     def stop(self) -> None:
         """End the command now, if it still runs, and all that is left of the sandbox."""
+        if self._stopped:
+            self.process.kill()
         self.process.terminate()
         try:
             self.process.wait(END_S)
@@ -153,6 +180,24 @@ def check_sandbox() -> None:
     """Raise EngineError with one sentence unless code can be run in a sandbox here."""
     if (why := why_no_sandbox()) is not None:
         raise EngineError(f"code cannot be run in a sandbox here: {why}", hint=_HINT)
+
+
+def sandboxes_of(parents: Sequence[int]) -> list[int]:
+    """Return the processes outside of the sandboxes that some processes have started, by pid."""
+    pids = list[int]()
+    for parent in parents:
+        with suppress(psutil.Error):
+            children = psutil.Process(parent).children()
+            pids += [child.pid for child in children if str(LAUNCH) in child.cmdline()]
+    return pids
+
+
+def once_more_if_lost(run: Callable[[], T]) -> T:
+    """Return what a run in sandboxes returns; if one is killed or stopped from outside, that of a second run."""
+    try:
+        return run()
+    except SandboxLost:
+        return run()
 
 
 @cache

@@ -5,7 +5,7 @@ import selectors
 import subprocess
 from dataclasses import dataclass
 
-from headway.rl.sandbox.process import SandboxLimits, SandboxProcess
+from headway.rl.sandbox.process import LOOK_S, SandboxLimits, SandboxProcess, once_more_if_lost
 
 MAIN = "/box/main.py"
 CHUNK = 1 << 16
@@ -23,6 +23,10 @@ class ProgramEnd:
 
 def run_program(source: str, stdin: bytes, limits: SandboxLimits, most_output: int) -> ProgramEnd:
     """Run a program; it ends as failed when it writes more than `most_output` bytes."""
+    return once_more_if_lost(lambda: _run_program(source, stdin, limits, most_output))
+
+
+def _run_program(source: str, stdin: bytes, limits: SandboxLimits, most_output: int) -> ProgramEnd:
     with SandboxProcess(MAIN, {MAIN: source}, limits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sandbox:
         assert sandbox.stdin is not None
         assert sandbox.stdout is not None
@@ -41,7 +45,10 @@ def _converse(writes: int, reads: int, sandbox: SandboxProcess, stdin: bytes, mo
         selector.register(reads, selectors.EVENT_READ)
         selector.register(writes, selectors.EVENT_WRITE)
         while len(output) <= most_output:
-            for key, _ in selector.select():
+            ready = selector.select(LOOK_S)
+            if not ready:
+                sandbox.check()
+            for key, _ in ready:
                 if key.fd == reads:
                     chunk = os.read(reads, CHUNK)
                     if not chunk:

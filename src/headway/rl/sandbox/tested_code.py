@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,7 +10,13 @@ from functools import cache
 from pathlib import Path
 
 from headway.errors import DataError
-from headway.rl.sandbox.process import TIMED_OUT, SandboxLimits, SandboxProcess
+from headway.rl.sandbox.process import (
+    LOOK_S,
+    TIMED_OUT,
+    SandboxLimits,
+    SandboxProcess,
+    once_more_if_lost,
+)
 
 ANSWER_SIDE, TESTS_SIDE = "/box/answer_side.py", "/box/tests_side.py"
 MOST_VERDICT = 1 << 20
@@ -30,6 +37,10 @@ class TestCode:
 
 def run_tests(code: str, tests: TestCode, limits: SandboxLimits) -> list[bool]:
     """Return of each test whether the answer's code passes; those that the time did not suffice for do not."""
+    return once_more_if_lost(lambda: _run_tests(code, tests, limits))
+
+
+def _run_tests(code: str, tests: TestCode, limits: SandboxLimits) -> list[bool]:
     with ExitStack() as stack:
         pipes = [os.pipe() for _ in range(3)]
         open_ends = {end for pipe in pipes for end in pipe}
@@ -47,7 +58,7 @@ def run_tests(code: str, tests: TestCode, limits: SandboxLimits) -> list[bool]:
         # Each must see the end of its pipes when the other ends, so none may be open here.
         _close(open_ends - {verdicts})
         open_ends &= {verdicts}
-        lines = _read(verdicts).splitlines()
+        lines = _read(verdicts, [answer_sandbox, tests_sandbox]).splitlines()
         status = tests_sandbox.end()
         if not lines:  # the code could not be run, or its sandbox could not be built, which is another matter
             answer_sandbox.end()
@@ -62,10 +73,17 @@ def _close(descriptors: set[int]) -> None:
         os.close(descriptor)
 
 
-def _read(descriptor: int) -> bytes:
+def _read(descriptor: int, sandboxes: Sequence[SandboxProcess]) -> bytes:
     """Read until the tests' sandbox has ended, which its limit of time sees to."""
     verdicts = bytearray()
-    while len(verdicts) <= MOST_VERDICT and (chunk := os.read(descriptor, 1 << 16)):
+    while len(verdicts) <= MOST_VERDICT:
+        if not select.select([descriptor], [], [], LOOK_S)[0]:
+            for sandbox in sandboxes:
+                sandbox.check()
+            continue
+        chunk = os.read(descriptor, 1 << 16)
+        if not chunk:
+            break
         verdicts += chunk
     return bytes(verdicts)
 
