@@ -64,7 +64,7 @@ data/chaos-rl:
 # Reinstalls only when the lock or the package's own description changes. First the lock, of which nothing has
 # to be resolved, then what a platform needs on top of it. Modules are compiled on all cores, where pip takes one, but
 # for those that few ever import; a few are of newer Pythons and stay as they are.
-RARE := /tests?/|/site-packages/(transformers/models|moto|torch/(testing|onnx)|pip|pygments|networkx|setuptools|ray/(air|dashboard|data|llm|rllib|serve|train|tune))/
+RARE := /tests?/|/site-packages/(transformers/models|moto|diffusers|sklearn|scipy|torch/(testing|onnx)|pip|pygments|networkx|setuptools|ray/(air|dashboard|data|llm|rllib|serve|train|tune))/
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Headway needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
