@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from eventually import eventually
 from headway.cli.main import main
 from headway.cluster.engines.settings import engine_settings, open_engine
+from headway.cluster.engines.submissions import last_submission, note_submission
 from headway.errors import UsageError
 from headway.recipe import to_toml
 from headway.track import Recorder, RunFolder, read_run, record_path
@@ -212,6 +214,32 @@ def test_unreachable_engine_is_named_and_the_others_are_listed(desk, slurm, tmp_
         refused = desk(*words)
         assert (refused.status, "Slurm is down" in refused.err, "hint:" in refused.err) == (1, True, True), words
     assert not (tmp_path / "runs" / "t").exists()
+
+
+def test_engine_without_an_address_in_this_shell_leaves_the_others_listed(
+    desk, slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("r", "s"):
+        assert desk("submit", "r.toml", "--engine", "slurm", "--on", "cpux1", "--name", name).status == 0
+    slurm(squeue="echo '1|PENDING|Resources|(null)|0|0|(null)'")
+    folder = tmp_path / "runs" / "r"
+    submission = last_submission(folder)
+    assert submission is not None
+    note_submission(folder, replace(submission, engine="ray", job="0303818f"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    listed = desk("jobs", "--json")
+    assert listed.status == 0, listed.err
+    jobs = {job["run"]: job for job in listed.json}
+    assert (jobs["r"]["state"], jobs["r"]["unreachable"]) == ("unknown", "no Ray cluster is named")
+    assert jobs["s"]["unreachable"] is None
+    assert "ray is unreachable: no Ray cluster is named\nhint:  set RAY_ADDRESS" in desk("jobs").out
+    for verb in ("cancel", "requeue"):
+        refused = desk(verb, "r")
+        assert (refused.status, "no Ray cluster is named" in refused.err) == (2, True), verb
+    (tmp_path / "config" / "headway").mkdir(parents=True)
+    (tmp_path / "config" / "headway" / "engines.toml").write_text("[ray]\naddres = 'local'\n")
+    mistaken = desk("jobs")
+    assert (mistaken.status, "[ray] has no key 'addres'" in mistaken.err) == (2, True)
 
 
 def test_job_that_its_engine_does_not_know_is_requeued(desk, slurm, tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
 def _words(job: SubmittedRun) -> tuple[str, ...]:
     status, submission = job.status, job.submission
     submitted = time.strftime("%m-%d %H:%M", time.localtime(submission.time))
-    return status.state, submission.engine, submission.job, submission.on, f"{status.starts:6}", submitted
+    starts = "-" if status.state == "unknown" and not status.starts else str(status.starts)
+    return status.state, submission.engine, submission.job, submission.on, f"{starts:>6}", submitted
 
 
 def _under(job: SubmittedRun) -> list[str]:

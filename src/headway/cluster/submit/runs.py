@@ -213,6 +213,9 @@ def _in_terms_of_on(hint: str | None, unit: str) -> str | None:
 
 # -- jobs of runs
 
+_UNREACHABLE = (EngineUnreachable, UsageError)
+"""Errors that say nothing of a job: its engine does not answer, or this shell lacks the engine's address."""
+
 
 @dataclass(frozen=True)
 class SubmittedRun:
@@ -221,13 +224,13 @@ class SubmittedRun:
     run: RunFolder
     submission: Submission
     status: JobStatus
-    problem: EngineError | None = None
+    problem: EngineError | UsageError | None = None
     """Why its engine did not tell the state, if that is so."""
 
     @property
-    def unreachable(self) -> EngineUnreachable | None:
-        """Why its engine does not answer, if that is so."""
-        return self.problem if isinstance(self.problem, EngineUnreachable) else None
+    def unreachable(self) -> EngineUnreachable | UsageError | None:
+        """Why its engine does not answer, or cannot be asked from here, if that is so."""
+        return self.problem if isinstance(self.problem, _UNREACHABLE) else None
 
 
 def submitted_runs(root: Path, runs: list[RunFolder] | None = None) -> list[SubmittedRun]:
@@ -235,14 +238,15 @@ def submitted_runs(root: Path, runs: list[RunFolder] | None = None) -> list[Subm
     answer leaves their states unknown, and no other engine's."""
     newest = [(run, last_submission(run.path)) for run in (list_runs(root) if runs is None else runs)]
     submitted = [(run, submission) for run, submission in newest if submission is not None]
-    statuses, problems = dict[tuple[str, str], JobStatus](), dict[str, EngineError]()
+    statuses, problems = dict[tuple[str, str], JobStatus](), dict[str, EngineError | UsageError]()
     for engine in sorted({submission.engine for _, submission in submitted}):
         jobs = [submission.job for _, submission in submitted if submission.engine == engine]
+        engine_settings(engine)  # a mistake in engines.toml is no reason to call an engine unreachable
         try:
             answers = reach_engine(engine, root).status(jobs)
-        except EngineError as error:
+        except (EngineError, UsageError) as error:  # a UsageError: no address of the cluster is set here
             problems[engine] = error
-            reason = f"{engine} is unreachable" if isinstance(error, EngineUnreachable) else error.message
+            reason = f"{engine} is unreachable" if isinstance(error, _UNREACHABLE) else error.message
             answers = {job: JobStatus("unknown", reason) for job in jobs}
         statuses |= {(engine, job): status for job, status in answers.items()}
     return [
