@@ -30,6 +30,7 @@ from headway.state import (
 )
 from headway.state.manifest import dump_manifest
 from headway.state.object_store import open_store
+from headway.state.store_checkpoint import claim_prefix
 
 RECIPE = Recipe.model_validate(
     {
@@ -428,6 +429,10 @@ def test_verify_of_a_store_names_damage_and_absence(run: Path, stored: str) -> N
     assert "rank-00001.safetensors is damaged" in output
     assert isinstance(error, StateError)
     assert "1 of 2 checkpoints" in error.message
-    _, error = call(run, "verify", f"{stored}-none")
-    assert isinstance(error, StateError)
-    assert "there is no checkpoint at" in error.message
+    for verb in ("verify", "ls", "show"):
+        _, error = call(run, verb, f"{stored}-none")
+        assert isinstance(error, StateError)
+        assert ("there is no checkpoint at" in error.message, error.exit_status) == (True, 2), verb
+    assert claim_prefix(open_store(f"{stored}-new"), "new-0001")
+    output, error = call(run, "ls", f"{stored}-new")
+    assert (error, output.endswith("-new has no checkpoint yet\n")) == (None, True), "a run that has saved nothing"

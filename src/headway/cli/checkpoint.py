@@ -43,7 +43,7 @@ from headway.state.peft import (
     read_adapter,
     write_adapter,
 )
-from headway.state.store_checkpoint import StoreCheckpoint, list_remote
+from headway.state.store_checkpoint import StoreCheckpoint, list_remote, owner_of
 from headway.track import RunFolder, command, find_run, parse_ref, read_recipe, runs_root
 
 app = typer.Typer(help="List, verify, compare, export, merge and import checkpoints.", no_args_is_help=True)
@@ -77,6 +77,8 @@ def list_command(
     """List a run's checkpoints, oldest first."""
     if is_in_store(run):
         name, rows = run, _with_facts(_rows_at(run))
+        if not rows and owner_of(open_store(split_address(run)[0], patience_s=STORE_PATIENCE_S)) is None:
+            raise _nothing_at(run)
     else:
         folder = find_run(runs_root(runs), run)
         name, rows = folder.name, [*_rows_of_disk(folder), *_with_facts(_rows_of_store(folder))]
@@ -343,10 +345,14 @@ def _checkpoints_at(address: str) -> list[NamedCheckpoint]:
         return [NamedCheckpoint(address, step, address_in_store(url, step))]
     rows = _rows_at(address)
     if not rows:
-        raise StateError(
-            f"there is no checkpoint at {url}", hint="the address is checkpoint.store.url and the run's name"
-        )
+        raise _nothing_at(url)
     return [NamedCheckpoint(f"step {row['step']}", row["step"], row["path"]) for row in rows]
+
+
+def _nothing_at(address: str) -> StateError:
+    """Return the error for an address without a checkpoint."""
+    hint = "the address is checkpoint.store.url and the run's name"
+    return StateError(f"there is no checkpoint at {address}", hint=hint, usage=True)
 
 
 def _in_store(folder: RunFolder, step: int | None) -> NamedCheckpoint | None:
