@@ -175,6 +175,28 @@ def test_ctrl_c_is_answered_and_leaves_no_folder(texts, monkeypatch, capsys):
     assert sorted(texts.iterdir()) == before
 
 
+INTERRUPTED_TRAINING = """
+import os, signal, sys, threading, time
+from headway.data import tokenizer
+
+class Slow:
+    def train_from_iterator(self, texts, trainer):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(1000)  # without an instruction of Python's, as the trainer
+
+try:
+    tokenizer._train(Slow(), [], None)
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+def test_interrupted_process_ends_beside_the_thread_that_trains():
+    """The interpreter would abort at its end, in the thread that it stops outside of Python."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED_TRAINING], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
 @pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_the_tokenizer(tmp_path):
     """Training it takes minutes here, without an instruction of Python's."""

@@ -105,27 +105,29 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 def _train(raw: Any, texts: Iterable[str], trainer: Any) -> None:
     """Train in a thread: Ctrl-C, which Python sees only between its own instructions, need not wait for the end."""
     errors: list[BaseException] = []
+    ended = threading.Event()  # a join that Ctrl-C interrupts takes its thread for ended (Python 3.11)
 
     def train() -> None:
         try:
             raw.train_from_iterator(texts, trainer)
         except BaseException as error:
             errors.append(error)
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
     try:
-        thread.join()
+        threading.Thread(target=train, daemon=True).start()
+        ended.wait()
     except KeyboardInterrupt:
-        atexit.register(_exit_beside, thread)
+        atexit.register(_exit_beside, ended)
         raise
     if errors:
         raise errors[0]
 
 
-def _exit_beside(thread: threading.Thread) -> None:
+def _exit_beside(ended: threading.Event) -> None:
     """End an interrupted process whose thread is not in Python: the interpreter cannot end beside it."""
-    if thread.is_alive():
+    if not ended.is_set():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(INTERRUPTED)
