@@ -93,7 +93,7 @@ def test_workers_share_a_step_without_changing_it(workers: int) -> None:
     share = 8 // workers
     for step in range(5):
         parts = [order.numbers(8 * step, (share * w, share * w + share)) for w in range(workers)]
-        assert sum(parts, []) == order.numbers(8 * step)
+        assert [number for part in parts for number in part] == order.numbers(8 * step)
         assert len({len(part) for part in parts}) == 1  # equal work
 
 
@@ -192,5 +192,5 @@ def test_missing_captions_are_named() -> None:
 
 def test_a_dataset_of_another_kind_is_refused() -> None:
     data = Data(path="x", kind="image", media={"sizes": "16x16"})
-    with pytest.raises(DataError, match="data.kind is image, but the dataset holds data of kind video"):
+    with pytest.raises(DataError, match=r"data.kind is image, but the dataset holds data of kind video"):
         media_order(index_of([(32, 32, 9)]), data, 1, 1)

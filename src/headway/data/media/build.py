@@ -157,17 +157,17 @@ def _examine(
     """Return what decoding says of each file; files that an interrupted build decoded are not decoded again."""
     journal = work / f"examined-{options.kind}.jsonl"
     stamps = {file.name: [str(file.root), file.bytes, file.mtime_ns] for file in files}
-    known = {one.name: one for stamp, one in _read_journal(journal) if stamps.get(one.name) == stamp}
+    known = {result.name: result for stamp, result in _read_journal(journal) if stamps.get(result.name) == stamp}
     total = sum(file.bytes for file in files)
     done = sum(file.bytes for file in files if file.name in known)
     sizes = {file.name: file.bytes for file in files}
     show(MediaProgress("decode", done, total))
     with journal.open("a", encoding="utf-8") as out:
-        for one in examine(options.kind, [file for file in files if file.name not in known]):
-            known[one.name] = one
-            out.write(json.dumps([stamps[one.name], one.to_json()]) + "\n")
+        for result in examine(options.kind, [file for file in files if file.name not in known]):
+            known[result.name] = result
+            out.write(json.dumps([stamps[result.name], result.to_json()]) + "\n")
             out.flush()
-            done += sizes[one.name]
+            done += sizes[result.name]
             show(MediaProgress("decode", done, total))
     return known
 

@@ -61,20 +61,20 @@ def find_media(
     patterns: Sequence[str | Path], kind: Kind, *, exclude: Sequence[str] = (), on_skip: Callable[[str], None]
 ) -> list[MediaSource]:
     """Return the files that globs, folders and manifests name, each once, sorted by name."""
-    found: dict[str, MediaSource] = {}
+    files: dict[str, MediaSource] = {}
     for pattern in map(str, patterns):
         for source in _expand(pattern, kind, on_skip):
             if any(PurePosixPath(source.name).match(rule) for rule in exclude):
                 continue
-            known = found.setdefault(source.name, source)
+            known = files.setdefault(source.name, source)
             if known.path.resolve() != source.path.resolve():
                 raise DataError(
                     f"{known.path} and {source.path} have the same name, {source.name}",
                     hint="use one glob that starts from a folder above both",
                 )
-    if not found:
+    if not files:
         raise DataError("no sources given" if not patterns else "no file is left to build from", hint="check the globs")
-    return [found[name] for name in sorted(found)]
+    return [files[name] for name in sorted(files)]
 
 
 def _expand(pattern: str, kind: Kind, on_skip: Callable[[str], None]) -> Iterator[MediaSource]:
