@@ -404,7 +404,7 @@ def _denoised(
     plain: Any,
     x: Tensor,
     targets: Tensor | None,
-    documents: None = None,
+    _: None = None,
     **columns: Tensor,
 ) -> Tensor:
     """A diffusion model on noised samples; without targets, what it predicts."""

@@ -145,7 +145,9 @@ def _tag(values: Any) -> str:
 
 
 if TYPE_CHECKING:
-    AnyObjective = Pretrain | Sft | Dpo | Orpo | SimPo | Kto | Reward | Distill | Flow | Ddpm | CustomObjective | PolicyGradient
+    AnyObjective = (
+        Pretrain | Sft | Dpo | Orpo | SimPo | Kto | Reward | Distill | Flow | Ddpm | CustomObjective | PolicyGradient
+    )
 else:
     AnyObjective = Annotated[
         Union[tuple(Annotated[section, Tag(kind)] for kind, section in KINDS.items())],  # noqa: UP007

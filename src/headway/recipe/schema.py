@@ -232,7 +232,10 @@ def _check_diffusion(recipe: Recipe) -> None:
     objective, model, kind = recipe.objective, recipe.model, recipe.data.kind
     if not isinstance(objective, DiffusionObjective):
         if isinstance(model, DiffusionModel):
-            wrong, hint = f"model.family {model.family} needs a diffusion objective", "--set objective.kind=flow, or ddpm"
+            wrong, hint = (
+                f"model.family {model.family} needs a diffusion objective",
+                "--set objective.kind=flow, or ddpm",
+            )
             raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
         if kind != "text":
             raise ValueError(f"data.kind is {kind}, but objective {objective.kind} is for text")
@@ -240,7 +243,10 @@ def _check_diffusion(recipe: Recipe) -> None:
             raise ValueError(f"[eval.samples] has no effect with objective {objective.kind}")
         return
     if not isinstance(model, DiffusionModel):
-        wrong, hint = f"objective {objective.kind} needs a diffusion model, not {model.family}", "--set model.family=dit"
+        wrong, hint = (
+            f"objective {objective.kind} needs a diffusion model, not {model.family}",
+            "--set model.family=dit",
+        )
         raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
     if kind == "text":
         wrong, hint = f"objective {objective.kind} needs images or video", "--set data.kind=image, or video"

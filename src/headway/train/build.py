@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headway.data.corpus import Corpus, open_corpus
-from headway.data.media.corpus import MediaCorpus, open_media_corpus
 from headway.data.loader import RowReader
+from headway.data.media.corpus import MediaCorpus, open_media_corpus
 from headway.errors import ModelError
 from headway.kernels.dispatch import make_plain
 from headway.models import initial_weight, stored_weights

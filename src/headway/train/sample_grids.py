@@ -42,9 +42,7 @@ def write_grid(parts: Parts, step: int) -> None:
     sampling = SamplingSettings(settings.steps, settings.guidance, settings.seed, settings.sampler)
     with parts.recorder.span("evaluation"), torch.no_grad():
         parts.spread.model.eval()
-        samples = generator.generate(
-            grid_conditions(recipe), (frames, height, width), sampling, mark=parts.beat.mark
-        )
+        samples = generator.generate(grid_conditions(recipe), (frames, height, width), sampling, mark=parts.beat.mark)
         parts.spread.rest()
         parts.spread.model.train()
         if parts.world.first:

@@ -41,7 +41,7 @@ class MediaCorpus:
         return self.reader.dataset.version
 
     def pinned(self) -> Data:
-        """Return the recipe's data section with an absolute path and the version, so that no other data is ever used."""
+        """Return the recipe's data section with an absolute path and the version: no other data is ever used."""
         data = self.recipe.data
         return data.model_copy(update={"path": str(Path(str(data.path)).resolve()), "version": self.version})
 

@@ -1,7 +1,6 @@
 """Write pixels as pictures and videos: PNG with Pillow, MP4 with PyAV, both optional packages."""
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def _replace(path: Path, write: Callable[[Path], None]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         write(partial)
-        os.replace(partial, path)
+        partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise DataError(f"cannot write {path}: {error.strerror or error}") from None

@@ -5,6 +5,7 @@ becomes and what the model learns to predict, both of which the feed computes.
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ class DenoisingLoss(Objective):
         self.recipe = recipe
         self.bins = recipe.bins if recipe.bins > 1 else 0
         edges = np.linspace(0, 1, self.bins + 1)
-        ranges = (f"loss/{low:.2f}-{high:.2f}" for low, high in zip(edges[:-1], edges[1:], strict=True))
+        ranges = (f"loss/{low:.2f}-{high:.2f}" for low, high in pairwise(edges))
         self.names: tuple[str, ...] = ("loss", *ranges) if self.bins else ("loss",)
 
     def sample_columns(self, times_N: Floats, weights_N: Floats) -> dict[str, npt.NDArray[np.generic]]:
