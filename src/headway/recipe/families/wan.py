@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from headway.errors import ModelError
 from headway.recipe.families.diffusion import AXES, DiffusionModel, attention, checked, mlp, require
 from headway.recipe.model import Config, Model, Shapes, linear
-from headway.recipe.section import NotNegative, Positive
+from headway.recipe.section import DERIVED, NotNegative, Positive
 
 Sizes = tuple[Positive, Positive, Positive]
 
@@ -15,6 +15,7 @@ Sizes = tuple[Positive, Positive, Positive]
 class Wan(DiffusionModel):
     """A diffusion transformer for videos."""
 
+    ABSENT: ClassVar[frozenset[str]] = DiffusionModel.ABSENT | {"num_classes"}
     CLASS: ClassVar[str] = "WanTransformer3DModel"
     NAMES: ClassVar[dict[str, str]] = {
         "modulation": "scale_shift_table",
@@ -54,8 +55,10 @@ class Wan(DiffusionModel):
     """Channels of a video or its latents, which the model takes and predicts."""
     conditioning: Literal["text"] = "text"
     """A text."""
+    text_tokens: Positive = DERIVED
+    """Tokens of a prompt, padding included; by default 512."""
     patch: Sizes = (1, 2, 2)
-    """Frames, rows and columns of a patch."""
+    """Frames, rows and columns of a patch: three numbers."""
     time_features: Annotated[int, Field(ge=2, multiple_of=2, strict=True)] = 256
     """Sinusoidal features of a time."""
     cross_norm: bool = True
