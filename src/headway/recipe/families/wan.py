@@ -5,10 +5,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headway.errors import ModelError
+from headway.recipe.architecture import Architecture
 from headway.recipe.families.diffusion import AXES, DiffusionModel, attention, checked, mlp, require
 from headway.recipe.model import Config, Model, Shapes, linear
 from headway.recipe.section import DERIVED, NotNegative, Positive
 
+CLIP_TOKENS = 257
+"""Embeddings of an image, of the encoder that the published models use."""
 Sizes = tuple[Positive, Positive, Positive]
 
 
@@ -165,6 +168,17 @@ class Wan(DiffusionModel):
             "rope_max_seq_len": self.positions,
             "text_dim": self.text_dim,
         }
+
+    def architecture(self) -> Architecture:
+        """Return the dimensions that determine its cost."""
+        images = {} if self.image_dim is None else {
+            "image_tokens": self.image_positions or CLIP_TOKENS,
+            "image_dim": self.image_dim,
+            "image_positions": self.image_positions or 0,
+        }  # fmt: skip
+        return self.costs(
+            rotary=True, qk_norm=True, qk_norm_whole=True, cross_norm=self.cross_norm, modulates_layers=False, **images
+        )
 
     def block_tensors(self, layer: int) -> Shapes:
         """Modulation, attention, cross-attention, feed-forward."""
