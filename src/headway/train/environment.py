@@ -1,7 +1,6 @@
 """The environment of a run: what bitwise equality depends on, and the facts behind MFU."""
 
 import json
-import math
 import platform
 import time
 from importlib import metadata
@@ -12,8 +11,8 @@ import torch
 
 from headway.hardware import find_chip
 from headway.plan import flops_per_token, flops_per_token_full_attention, parameters
+from headway.plan.flops import weight_gradient_flops
 from headway.recipe import Assignment, Recipe
-from headway.recipe.families.diffusion import DiffusionModel
 from headway.track import write_json
 from headway.train.build import Parts
 from headway.train.custom_init import draw_facts
@@ -74,33 +73,13 @@ def record_facts(parts: Parts) -> None:
 
 def model_facts(recipe: Recipe) -> dict[str, Any]:
     """Return a model's FLOPs per token."""
-    if isinstance(recipe.model, DiffusionModel):
-        return diffusion_facts(recipe.model, recipe.data.seq)
     arch = recipe.model.architecture()
     # A frozen base has no gradients of weights, a third of what its matrices take.
-    frozen = flops_per_token(arch, 0) / 3 if recipe.lora is not None else 0
+    frozen = weight_gradient_flops(arch, recipe.data.seq) if recipe.lora is not None else 0
     return {
         "parameters": parameters(arch),
         "flops_per_token": flops_per_token(arch, recipe.data.seq) - frozen,
         "flops_per_token_full_attention": flops_per_token_full_attention(arch, recipe.data.seq) - frozen,
-    }
-
-
-def diffusion_facts(model: DiffusionModel, tokens: int) -> dict[str, Any]:
-    """Return a diffusion transformer's FLOPs per token: matrices of blocks that a token is multiplied with, and
-    attention to all tokens of the sample."""
-    shapes = model.tensors()
-    of_tokens = ("attention.", "mlp.", "cross.q.", "cross.o.")
-    weights = sum(
-        math.prod(shape)
-        for name, shape in shapes.items()
-        if name.startswith("layers.") and len(shape) == 2 and name.split(".", 2)[2].startswith(of_tokens)
-    )
-    flops = 6 * weights + 12 * model.layers * model.dim * tokens
-    return {
-        "parameters": sum(math.prod(shape) for shape in shapes.values()),
-        "flops_per_token": flops,
-        "flops_per_token_full_attention": flops,
     }
 
 

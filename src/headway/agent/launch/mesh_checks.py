@@ -13,7 +13,6 @@ from headway.plan.settings import AXES, Mesh, Settings
 from headway.plan.task import RUNNABLE, schedule_conflict
 from headway.plan.trainer import default_microbatch, other_axes, stated_mesh, trainer_software
 from headway.recipe import ModelLayout, Parallel, Recipe
-from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.lora import adapter_tensors
 from headway.recipe.patterns import matched
 
@@ -60,9 +59,6 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
         check_stated_layout(recipe, workers)
         return
     check_patterns(recipe)
-    if isinstance(recipe.model, DiffusionModel):
-        check_shares(recipe, workers)
-        return
     cluster = default_cluster(known_chip("cpu"), workers)
     settings = settings_as_written(recipe, cluster)
     if settings.mesh.pipeline == 1:
@@ -72,23 +68,12 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
     except UsageError as error:
         raise RecipeError(f"[parallel] cannot run: {error.message}", hint=error.hint) from None
     tensor, vocabulary = settings.mesh.tensor, recipe.model.vocab_size or 0
-    if -(-vocabulary // tensor) * (tensor - 1) >= vocabulary and tensor > 1:
+    if 0 < vocabulary <= -(-vocabulary // tensor) * (tensor - 1) and tensor > 1:
         raise RecipeError(
             f"[parallel] cannot run: a vocabulary of {vocabulary} is too small for tensor {tensor}",
             hint="use a smaller tensor axis",
         )
     check_trainer_schedule(settings)
-
-
-def check_shares(recipe: Recipe, workers: int) -> None:
-    """Raise RecipeError if data ranks cannot share the batches of a diffusion model evenly."""
-    mesh = stated_mesh(recipe.parallel, workers)
-    for batch in recipe.train.batches:
-        if batch % mesh.data:
-            raise RecipeError(
-                f"train.batch is {batch}, which {plural(mesh.data, 'data rank')} cannot share evenly",
-                hint=f"use a multiple of {mesh.data}",
-            )
 
 
 def check_patterns(recipe: Recipe) -> None:

@@ -41,10 +41,11 @@ def patches_of(x_BCTYX: Tensor, patch: tuple[int, int, int]) -> Tensor:
     return blocks.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
 
 
-def samples_of(patches_BLP: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]) -> Tensor:
-    """Put predicted patches together [B, C, T, Y, X]; within one, channels are the fastest."""
-    blocks = patches_BLP.unflatten(2, (*patch, -1)).unflatten(1, grid)  # B T Y X t y x C
-    return blocks.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+def samples_of(patches_BLP: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int], channels: int) -> Tensor:
+    """Put predicted patches together [B, C, T, Y, X]: their first channels, which are the fastest within one."""
+    blocks = patches_BLP.unflatten(2, (*patch, -1)).unflatten(1, grid)[..., :channels]  # B T Y X t y x C
+    sizes = [count * size for count, size in zip(grid, patch, strict=True)]
+    return blocks.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(len(blocks), channels, *sizes)
 
 
 class TwoLayers(nn.Module):

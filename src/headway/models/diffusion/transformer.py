@@ -54,10 +54,13 @@ class DiffusionTransformer(nn.Module):
 
         An image has one frame. Times are floats from 0 (data) to 1 (noise).
         """
-        return self.outputs(x_BCTYX, t_B, conditioning)[:, : self.model.in_channels].to(x_BCTYX.dtype)
+        return self._run(x_BCTYX, t_B, conditioning, self.model.in_channels)
 
     def outputs(self, x_BCTYX: Tensor, t_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Return all that the head computes, [B, `output_channels`, T, Y, X]: with a learned variance, if any."""
+        return self._run(x_BCTYX, t_B, conditioning, self.model.output_channels)
+
+    def _run(self, x_BCTYX: Tensor, t_B: Tensor, conditioning: Conditioning, channels: int) -> Tensor:
         model = self.model
         grid = model.grid(*x_BCTYX.shape[2:])
         _check(model, conditioning)
@@ -70,7 +73,7 @@ class DiffusionTransformer(nn.Module):
                 hint="set model.in_channels to the channels of the data",
             )
         patches_BLP = self.stream(self.patch(inputs), grid, t_B, conditioning)
-        return samples_of(patches_BLP, grid, model.patch_sizes)
+        return samples_of(patches_BLP, grid, model.patch_sizes, channels).to(x_BCTYX.dtype)
 
 
 def _check(model: DiffusionModel, conditioning: Conditioning) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headway.errors import ModelError, what_is_wrong
+from headway.recipe.architecture import Architecture, DiffusionShape
 from headway.recipe.model import Config, HfTensor, Model, Shapes, linear
 from headway.recipe.section import DERIVED, Positive
 
@@ -120,6 +121,28 @@ class DiffusionModel(Model):
     def tokens(self, frames: int, height: int, width: int) -> int:
         """Return the number of patches, which is the length of the sequence."""
         return math.prod(self.grid(frames, height, width))
+
+    # -- cost
+
+    def costs(self, **more: Any) -> Architecture:
+        """Return the dimensions that determine the cost of any diffusion transformer, and more of a family."""
+        first, _ = self.outer_tensors()
+        patch = math.prod(self.patch_sizes)
+        shape = DiffusionShape(
+            inputs=patch * self.input_channels,
+            outputs=patch * self.output_channels,
+            time_features=first["time.up.weight"][1],
+            classes=0 if self.num_classes is None else self.num_classes + 1,
+            text_tokens=self.text_tokens or 0,
+            text_dim=self.text_dim or 0,
+            **{key: value for key, value in more.items() if key in DiffusionShape.__dataclass_fields__},
+        )
+        rest = {key: value for key, value in more.items() if key not in DiffusionShape.__dataclass_fields__}
+        return Architecture(
+            layers=self.layers, dim=self.dim, heads=self.heads, kv_heads=self.heads, head_dim=self.head_dim,
+            hidden=self.hidden, vocab=0, gated=False, layer_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True,
+            diffusion=shape, **rest,
+        )  # fmt: skip
 
     # -- tensors
 

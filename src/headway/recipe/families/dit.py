@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from headway.errors import ModelError
+from headway.recipe.architecture import Architecture
 from headway.recipe.families.diffusion import FEATURES, DiffusionModel, attention, checked, mlp, require
 from headway.recipe.model import Config, HfTensor, Model, Shapes, linear
 from headway.recipe.section import Positive
@@ -118,6 +119,10 @@ class DiT(DiffusionModel):
             "sample_size": self.base_size or 32,
             "upcast_attention": False,
         }
+
+    def architecture(self) -> Architecture:
+        """Return the dimensions that determine its cost."""
+        return self.costs(rotary=False, cross_norm=self.conditioning == "text")
 
     def block_tensors(self, layer: int) -> Shapes:
         """Modulation, attention, cross-attention to a text, feed-forward."""

@@ -5,16 +5,20 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headway.errors import ModelError
+from headway.recipe.architecture import Architecture
 from headway.recipe.families.diffusion import AXES, DiffusionModel, attention, checked, mlp, require
 from headway.recipe.model import Config, Model, Shapes, linear
-from headway.recipe.section import NotNegative, Positive
+from headway.recipe.section import DERIVED, NotNegative, Positive
 
+CLIP_TOKENS = 257
+"""Embeddings of an image, of the encoder that the published models use."""
 Sizes = tuple[Positive, Positive, Positive]
 
 
 class Wan(DiffusionModel):
     """A diffusion transformer for videos."""
 
+    ABSENT: ClassVar[frozenset[str]] = DiffusionModel.ABSENT | {"num_classes"}
     CLASS: ClassVar[str] = "WanTransformer3DModel"
     NAMES: ClassVar[dict[str, str]] = {
         "modulation": "scale_shift_table",
@@ -54,8 +58,10 @@ class Wan(DiffusionModel):
     """Channels of a video or its latents, which the model takes and predicts."""
     conditioning: Literal["text"] = "text"
     """A text."""
+    text_tokens: Positive = DERIVED
+    """Tokens of a prompt, padding included; by default 512."""
     patch: Sizes = (1, 2, 2)
-    """Frames, rows and columns of a patch."""
+    """Frames, rows and columns of a patch: three numbers."""
     time_features: Annotated[int, Field(ge=2, multiple_of=2, strict=True)] = 256
     """Sinusoidal features of a time."""
     cross_norm: bool = True
@@ -162,6 +168,17 @@ class Wan(DiffusionModel):
             "rope_max_seq_len": self.positions,
             "text_dim": self.text_dim,
         }
+
+    def architecture(self) -> Architecture:
+        """Return the dimensions that determine its cost."""
+        images = {} if self.image_dim is None else {
+            "image_tokens": self.image_positions or CLIP_TOKENS,
+            "image_dim": self.image_dim,
+            "image_positions": self.image_positions or 0,
+        }  # fmt: skip
+        return self.costs(
+            rotary=True, qk_norm=True, qk_norm_whole=True, cross_norm=self.cross_norm, modulates_layers=False, **images
+        )
 
     def block_tensors(self, layer: int) -> Shapes:
         """Modulation, attention, cross-attention, feed-forward."""
