@@ -8,10 +8,13 @@ from headway.data.media.build import MediaOptions, MediaProgress, MediaResult, b
 from headway.data.media.dataset import Clip, MediaDataset, MediaIndex, open_media
 from headway.data.media.manifest import MediaManifest, is_media, read_media_manifest
 from headway.data.media.order import MediaOrder, SampleSpec, media_order, sample_spec
+from headway.data.media.pool import PooledReader
+from headway.data.media.processes import DecoderLimits, in_processes
 from headway.data.media.reader import MediaBatch, MediaReader, open_reader
 
 __all__ = [
     "Clip",
+    "DecoderLimits",
     "MediaBatch",
     "MediaDataset",
     "MediaIndex",
@@ -21,8 +24,10 @@ __all__ = [
     "MediaProgress",
     "MediaReader",
     "MediaResult",
+    "PooledReader",
     "SampleSpec",
     "build_media",
+    "in_processes",
     "is_media",
     "media_order",
     "open_media",

@@ -6,8 +6,9 @@ transparent. The result depends on the bytes and the samples alone: not on which
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,9 @@ MOST_PIXELS = 1 << 28
 """A larger image is taken for an attack on memory."""
 UNREFERENCED = ("h264", "mpeg4", "mpeg2video")
 """Codecs whose frames say for sure that no other frame needs them, so that their decoder can leave them out."""
+
+SCALING = 4 | 0x2000 | 0x40000 | 0x80000
+"""How libswscale scales: bicubic, with full chroma, rounded accurately; the same bits whatever the processor has."""
 
 
 class Undecodable(DamagedData):
@@ -110,28 +114,23 @@ def _cut(frames: Pixels, spec: SampleSpec) -> Pixels:
 # -- video
 
 
-def open_video(content: memoryview | bytes) -> "InputContainer":
-    """Open the bytes of a video; nothing that they name is ever opened. Raise Undecodable."""
+@contextmanager
+def open_video(content: memoryview | bytes) -> "Iterator[tuple[InputContainer, VideoStream]]":
+    """Open the bytes of a video and the stream to decode; nothing that they name is ever opened. Raise Undecodable."""
     av = need("av")
     options = {"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"}
     try:
         container: InputContainer = av.open(io.BytesIO(content), options=options, metadata_errors="replace")
     except (av.FFmpegError, ValueError, OSError) as error:
         raise Undecodable(_reason(error)) from None
-    return container
-
-
-def video_stream(container: "InputContainer") -> "VideoStream":
-    """Return the stream to decode, with one thread; raise Undecodable if there is none, or no decoder for it."""
-    from av import VideoStream
-
-    stream = container.streams.best("video")
-    if not isinstance(stream, VideoStream):
-        raise Undecodable("it has no video stream")
-    if stream.codec_context is None:
-        raise Undecodable("no decoder knows its codec")
-    stream.codec_context.thread_count = 1
-    return stream
+    with container:
+        stream = container.streams.best("video")
+        if stream is None:
+            raise Undecodable("it has no video stream")
+        if stream.codec_context is None:
+            raise Undecodable("no decoder knows its codec")
+        stream.codec_context.thread_count = 1
+        yield container, cast("VideoStream", stream)
 
 
 def decode_video(content: memoryview | bytes, clip: Clip, specs: Sequence[SampleSpec]) -> list[Pixels]:
@@ -158,7 +157,7 @@ def decode_video(content: memoryview | bytes, clip: Clip, specs: Sequence[Sample
 def shown(frame: "VideoFrame", rotation: int, size: tuple[int, int]) -> Pixels:
     """Return a frame in RGB, scaled to (width, height) as shown."""
     width, height = size if rotation % 180 == 0 else size[::-1]
-    pixels = frame.reformat(width, height, "rgb24").to_ndarray().view(np.uint8)
+    pixels = frame.reformat(width, height, "rgb24", interpolation=SCALING).to_ndarray().view(np.uint8)
     return pixels if not rotation else np.rot90(pixels, -(rotation // 90))
 
 
@@ -167,22 +166,21 @@ def read_frames(content: memoryview | bytes, clip: Clip, wanted: Sequence[int]) 
     if not len(clip.keyframes):
         yield from _counted(content, set(wanted))
         return
-    container = open_video(content)
-    try:
-        for keyframe, numbers in _ranges(clip, wanted):
-            packets = _packets_from(container, clip, keyframe)
+    with ExitStack() as opened:
+        container, stream = opened.enter_context(open_video(content))
+        for turn, (keyframe, numbers) in enumerate(_ranges(clip, wanted)):
+            packets = _packets_from(container, stream, clip, keyframe)
             if packets is None:
-                container.close()
-                container = open_video(content)
-                packets = container.demux(video_stream(container))
+                if turn or keyframe:  # it has been read or sought in: begin again
+                    opened.close()
+                    container, stream = opened.enter_context(open_video(content))
+                packets = container.demux(stream)
             left = {int(clip.times[number]): number for number in numbers}
             for frame in _decode(packets, clip, left):
                 assert frame.pts is not None, "it was looked up by its timestamp"
                 yield left.pop(frame.pts), frame
             if left:
                 raise Undecodable(f"{clip.name}: frame {min(left.values())} is not where the index says")
-    finally:
-        container.close()
 
 
 def _ranges(clip: Clip, wanted: Sequence[int]) -> list[tuple[int, list[int]]]:
@@ -197,9 +195,10 @@ def _ranges(clip: Clip, wanted: Sequence[int]) -> list[tuple[int, list[int]]]:
     return ranges
 
 
-def _packets_from(container: "InputContainer", clip: Clip, keyframe: int) -> "Iterator[Packet[VideoStream]] | None":
+def _packets_from(
+    container: "InputContainer", stream: "VideoStream", clip: Clip, keyframe: int
+) -> "Iterator[Packet[VideoStream]] | None":
     """Seek to a keyframe; return the packets from there, or from an earlier one on; None if that is not possible."""
-    stream = video_stream(container)
     target = int(clip.times[clip.keyframes[keyframe]])
     for earlier in range(keyframe, max(keyframe - 4, 0), -1):
         # Where a seek leads is the demuxer's business (some go by decoding times), so the packet there is checked.
@@ -234,8 +233,8 @@ def _is_time(clip: Clip, time: int) -> bool:
 
 def _counted(content: memoryview | bytes, wanted: set[int]) -> "Iterator[tuple[int, VideoFrame]]":
     """Yield wanted frames of a video without usable timestamps."""
-    with open_video(content) as container:
-        for number, frame in enumerate(container.decode(video_stream(container))):
+    with open_video(content) as (container, stream):
+        for number, frame in enumerate(container.decode(stream)):
             if number in wanted:
                 yield number, frame
             if number >= max(wanted):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from headway.data.media.decode import Undecodable, _reason, need, open_image, open_video, video_stream
+from headway.data.media.decode import Undecodable, _reason, need, open_image, open_video
 from headway.data.media.manifest import Kind
 from headway.data.media.writer import ClipFacts
 
@@ -46,8 +46,7 @@ def _examine_video(content: bytes | memoryview, visit: Callable[[int, Any], None
     places: dict[int, int] = {}
     packets = 0
     first: VideoFrame | None = None
-    with open_video(content) as container:
-        stream = video_stream(container)
+    with open_video(content) as (container, stream):
         try:
             for packet in container.demux(stream):
                 packets += packet.size > 0
@@ -70,17 +69,30 @@ def _examine_video(content: bytes | memoryview, visit: Callable[[int, Any], None
             raise Undecodable("it has no frame")
         if packets < stream.frames:
             raise Undecodable(f"it is cut short: {packets} of {stream.frames} frames are there")
-        rate = float(stream.average_rate or 0)
-        return _video_facts(stream, first, times, intra, places, rate)
+        facts = _video_facts(stream, first, times, intra, places)
+        stated = _stated_seconds(container, stream)
+        end = (facts.times[-1] * float(stream.time_base or 0) if facts.keyframes else 0.0) + 1 / (facts.fps or 25)
+        if facts.keyframes and stated is not None and end < stated - max(2 / (facts.fps or 25), 0.1):
+            raise Undecodable(f"it is cut short: {end:.2f} of {stated:.2f} s are there")
+        return facts
+
+
+def _stated_seconds(container: Any, stream: Any) -> float | None:
+    """Return where a Matroska file says that the video ends; other formats count frames, or do not know."""
+    if not container.format.name.startswith("matroska"):
+        return None
+    words = stream.metadata.get("DURATION", "").split(":")
+    try:
+        hours, minutes, seconds = map(float, words)
+        return hours * 3600 + minutes * 60 + seconds
+    except ValueError:
+        pass
+    alone = len(container.streams) == 1 and container.duration is not None
+    return container.duration / 1_000_000 if alone else None
 
 
 def _video_facts(
-    stream: Any,
-    first: "VideoFrame",
-    times: list[int | None],
-    intra: set[int | None],
-    places: dict[int, int],
-    rate: float,
+    stream: Any, first: "VideoFrame", times: list[int | None], intra: set[int | None], places: dict[int, int]
 ) -> ClipFacts:
     known = [time for time in times if time is not None]
     usable = len(known) == len(times) and all(a < b for a, b in pairwise(known))
@@ -91,7 +103,7 @@ def _video_facts(
     if keyframes[:1] != [0]:
         keyframes = [0, *keyframes] if usable else []
     seconds = float(stream.time_base) * (known[-1] - known[0]) if usable else 0.0
-    fps = (len(known) - 1) / seconds if seconds > 0 else rate
+    fps = (len(known) - 1) / seconds if seconds > 0 else float(stream.average_rate or 0.0)
     rotation = -first.rotation % 360
     if rotation % 90:
         raise Undecodable(f"it is rotated by {rotation} degrees, not by a multiple of 90")

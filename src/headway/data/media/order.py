@@ -52,6 +52,8 @@ class SampleSpec(NamedTuple):
     caption: int | None
     """Which of the clip's captions; None: the sample has none."""
     bucket: int
+    segment: int = 0
+    """First frame of the segment that it is taken from."""
 
     @property
     def end(self) -> int:
@@ -155,7 +157,8 @@ class MediaOrder:
         start = first + low + place % max(high - low, 1)
         random = (left, top) if self.media.crop == "random" else None
         flip = self.media.flip and side % 2 == 1
-        return self._cut(number, clip, start, which, random, flip, caption if self.media.captions == "random" else 0)
+        chosen = caption if self.media.captions == "random" else 0
+        return self._cut(number, clip, start, which, random, flip, chosen)._replace(segment=first)
 
     def _cut(
         self, number: int, clip: int, start: int, which: int, random: tuple[int, int] | None, flip: bool, caption: int
