@@ -45,6 +45,7 @@ CHANGEABLE = {
     "inference.exact": "same gradients up to rounding",
     "data.path": "the folder may move; its version must stay",
     "data.mixture.*.path": "the folder may move; its version must stay",
+    "data.media.decoders": "the same samples, decoded elsewhere",
     "data.skip": "only future steps see other samples",
     **{f"eval.{key}": "measurement only" for key in Eval.model_fields},
     **{f"eval.samples.{key}": "measurement only" for key in SampleGrid.model_fields},

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from headway.recipe.section import Positive, Section
+from headway.recipe.section import NotNegative, Positive, Section
 
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 
@@ -49,6 +49,9 @@ class Media(Section):
     """What an epoch takes samples from: each clip, or each group of pictures that is long enough for a sample."""
     samples: Positive = 1
     """Samples per segment and epoch, at random places that are spread over the segment."""
+    decoders: NotNegative | None = None
+    """Processes per worker that decode ahead of the steps; 0: the worker decodes itself. By default 2 of video, 0 of
+    images."""
     window: Positive | None = None
     """Steps within which the samples of a segment are trained on and decoded together; by default `samples`."""
 

@@ -199,7 +199,8 @@ def build(
     feed: Feed
     if isinstance(corpus, MediaCorpus):
         encode = None if encoder is None else encoder.encode
-        feed = DiffusionFeed(recipe, corpus, world, cast(DenoisingLoss, objective), encode)
+        denoising = cast(DenoisingLoss, objective)
+        feed = DiffusionFeed(recipe, corpus, world, denoising, encode, partial(record_replaced, recorder))
     elif reader is not None:
         feed = DeviceFeed(corpus.loader(reader, data.rank, data.size), world.device, objective)
     else:
@@ -227,6 +228,11 @@ def build(
         callbacks=callbacks,
         encoder=encoder,
     )
+
+
+def record_replaced(recorder: Recorder, why: str) -> None:
+    """Record that a decoder process was replaced, and why."""
+    recorder.event("log", message=f"decoder replaced: {why}")
 
 
 def text_encoder(recipe: Recipe, device: torch.device) -> TextEncoder | None:

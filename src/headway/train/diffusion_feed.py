@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headway.data.loader import Batch
 from headway.data.media.corpus import MediaCorpus
+from headway.data.media.pool import PooledReader
 from headway.data.media.reader import MediaBatch
 from headway.data.order import Ids, after_skips
 from headway.errors import DataError
@@ -31,6 +32,7 @@ from headway.recipe.families.diffusion import DiffusionModel
 from headway.train.feed import CountedBatch, FedStep
 from headway.train.objectives.diffusion import DenoisingLoss
 
+VIDEO_DECODERS = 2
 GOLDEN = (math.sqrt(5) - 1) / 2
 HELD_OUT_SEED = 0
 """Of all runs, so that their held-out losses compare."""
@@ -51,12 +53,20 @@ class DiffusionFeed:
     masks = False
 
     def __init__(
-        self, recipe: Recipe, corpus: MediaCorpus, world: World, objective: DenoisingLoss, encode: Encode | None
+        self,
+        recipe: Recipe,
+        corpus: MediaCorpus,
+        world: World,
+        objective: DenoisingLoss,
+        encode: Encode | None,
+        on_replaced: Callable[[str], None] | None = None,
     ) -> None:
+        """Read with a frozen text encoder, if captions need one; `on_replaced` is told of decoders that died."""
         assert isinstance(recipe.objective, DiffusionObjective)
         assert isinstance(recipe.model, DiffusionModel)
         self._recipe, self._corpus, self._world = recipe, corpus, world
         self._model, self._objective, self._encode = recipe.model, objective, encode
+        self._pool = pooled_reader(recipe, corpus, world, on_replaced)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._ahead: tuple[tuple[int, int], Future[_Host]] | None = None
 
@@ -89,7 +99,7 @@ class DiffusionFeed:
         for specs in self._corpus.held_out_batches(ids, rows * data.size):
             own = specs[rows * data.rank : rows * (data.rank + 1)]
             filled = [*own, *specs[:1] * (min(rows, len(specs)) - len(own))]
-            media = self._corpus.reader.read_specs(filled)
+            media = (self._pool or self._corpus.reader).read_specs(filled)
             numbers = media.numbers.tolist()
             drawn = draw(HELD_OUT_SEED, HELD_OUT, numbers, self._shape(media))
             even_N = (0.5 + GOLDEN * np.array(numbers)) % 1
@@ -106,6 +116,8 @@ class DiffusionFeed:
     def close(self) -> None:
         """See Feed."""
         self._thread.shutdown(cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
 
     # -- samples
 
@@ -120,7 +132,8 @@ class DiffusionFeed:
         data = self._world.data
         rows = batch // data.size
         numbers = self._corpus.order.numbers(cursor, (rows * data.rank, rows * (data.rank + 1)))
-        media = self._corpus.reader.read(numbers)
+        pooled = self._pool is not None and batch == self._corpus.order.batch
+        media = self._pool.read(cursor) if pooled and self._pool is not None else self._corpus.reader.read(numbers)
         return _Host(media, draw(self._recipe.seed, TRAINING, numbers, self._shape(media)))
 
     def _shape(self, media: MediaBatch) -> tuple[int, ...]:
@@ -173,6 +186,20 @@ class DiffusionFeed:
     def _on_device(self, tensor: Tensor) -> Tensor:
         device = self._world.device
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def pooled_reader(
+    recipe: Recipe, corpus: MediaCorpus, world: World, on_replaced: Callable[[str], None] | None
+) -> PooledReader | None:
+    """Return a reader with decoder processes, as many as the recipe says; None if the worker decodes itself."""
+    media = recipe.data.media
+    assert media is not None, "the corpus is of media"
+    count = media.decoders if media.decoders is not None else VIDEO_DECODERS * (recipe.data.kind == "video")
+    if not count:
+        return None
+    rows = corpus.order.batch // world.data.size
+    own = (rows * world.data.rank, rows * (world.data.rank + 1))
+    return PooledReader(corpus.reader.dataset, corpus.order, rows=own, processes=count, on_replaced=on_replaced)
 
 
 def mixed(factors: tuple[np.ndarray, np.ndarray], data: Tensor, noise: Tensor) -> Tensor:
