@@ -6,6 +6,7 @@ step has, `MediaReader.read` decodes them. `sample_spec` is the definition of a 
 
 from headway.data.media.build import MediaOptions, MediaProgress, MediaResult, build_media
 from headway.data.media.dataset import Clip, MediaDataset, MediaIndex, open_media
+from headway.data.media.filters import MediaFilters
 from headway.data.media.manifest import MediaManifest, is_media, read_media_manifest
 from headway.data.media.order import MediaOrder, SampleSpec, media_order, sample_spec
 from headway.data.media.pool import PooledReader
@@ -17,6 +18,7 @@ __all__ = [
     "DecoderLimits",
     "MediaBatch",
     "MediaDataset",
+    "MediaFilters",
     "MediaIndex",
     "MediaManifest",
     "MediaOptions",

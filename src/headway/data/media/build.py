@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from headway.data.build import SOURCES, refuse_foreign
 from headway.data.manifest import MANIFEST
 from headway.data.media.dataset import open_media
 from headway.data.media.examiner import Examined, examine_here
+from headway.data.media.filters import MediaFilters, filtered
 from headway.data.media.manifest import Kind, MediaFile, MediaManifest, read_media_manifest
 from headway.data.media.sources import MediaSource, find_media, read_labels, with_labels
 from headway.data.media.writer import (
@@ -47,6 +48,8 @@ class MediaOptions:
     """Globs of files to leave out."""
     strict: bool = True
     """Whether captions and files must match."""
+    filters: MediaFilters = field(default_factory=MediaFilters)
+    """What is left out by its looks."""
     shard_bytes: int = 1 << 30
     """A shard ends with the file that fills it."""
 
@@ -75,8 +78,8 @@ class MediaResult:
     sources: int
     """Number of files found."""
     source_bytes: int
-    skipped: dict[str, str]
-    """Files that were left out, and why."""
+    skipped: dict[str, tuple[str, str]]
+    """Files that were left out: by what (`damaged`, `caption`, `same bytes`, or a filter), and why."""
 
 
 Examine = Callable[[Kind, Sequence[MediaSource]], Iterator[Examined]]
@@ -108,12 +111,12 @@ def build_media(
         try:
             examined = _examine(work, files, options, examine, show)
             skipped = _refused(files, examined, options, bool(labels))
-            for name, reason in skipped.items():
+            for name, (_, reason) in skipped.items():
                 report(f"{name}: {reason}")
             kept = [file for file in files if file.name not in skipped]
             if not kept:
                 raise DataError(
-                    f"none of {plural(len(files), 'file')} can be used: {next(iter(skipped.values()))}",
+                    f"none of {plural(len(files), 'file')} can be used: {next(iter(skipped.values()))[1]}",
                     hint="check the globs, --kind and what was skipped",
                 )
             manifest, changed = _write(work, target, kept, examined, options, force, show)
@@ -188,19 +191,24 @@ def _read_journal(path: Path) -> Iterator[tuple[Any, Examined]]:
 
 def _refused(
     files: Sequence[MediaSource], examined: dict[str, Examined], options: MediaOptions, labelled: bool
-) -> dict[str, str]:
-    """Return the files that are left out, and why."""
-    refused: dict[str, str] = {}
+) -> dict[str, tuple[str, str]]:
+    """Return the files that are left out: by what, and why."""
+    refused: dict[str, tuple[str, str]] = {}
     first: dict[str, str] = {}
     for file in files:
         result = examined[file.name]
         if result.facts is None:
-            refused[file.name] = result.refused
+            refused[file.name] = ("damaged", result.refused)
         elif labelled and not options.strict and not file.labels.captions:
-            refused[file.name] = "it has no caption"
+            refused[file.name] = ("caption", "it has no caption")
         elif first.setdefault(result.sha256, file.name) != file.name:
-            refused[file.name] = f"it has the same bytes as {first[result.sha256]}"
-    return refused
+            refused[file.name] = ("same bytes", f"it has the same bytes as {first[result.sha256]}")
+    looks = [
+        (file.name, str(file.path), seen)
+        for file in files
+        if file.name not in refused and (seen := examined[file.name].appearance) is not None
+    ]
+    return refused | filtered(options.filters, looks)
 
 
 def _write(
@@ -271,7 +279,9 @@ def _is_new(target: Path, manifest: MediaManifest, force: bool) -> bool:
     return False
 
 
-def _record(folder: Path, files: Sequence[MediaSource], options: MediaOptions, skipped: dict[str, str]) -> None:
+def _record(
+    folder: Path, files: Sequence[MediaSource], options: MediaOptions, skipped: dict[str, tuple[str, str]]
+) -> None:
     """Record where a dataset comes from and what was left out, beside it."""
     origin = {
         "format": 1,
@@ -279,5 +289,8 @@ def _record(folder: Path, files: Sequence[MediaSource], options: MediaOptions, s
         "files": [{"path": str(file.path), "bytes": file.bytes, "mtime_ns": file.mtime_ns} for file in files],
     }
     write_file(folder / SOURCES, json.dumps(origin, indent=1).encode() + b"\n")
-    lines = (json.dumps({"file": name, "why": reason}, ensure_ascii=False) + "\n" for name, reason in skipped.items())
+    lines = (
+        json.dumps({"file": name, "by": by, "why": reason}, ensure_ascii=False) + "\n"
+        for name, (by, reason) in skipped.items()
+    )
     write_file(folder / SKIPPED, "".join(lines).encode())

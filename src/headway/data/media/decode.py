@@ -77,7 +77,7 @@ def open_image(content: memoryview | bytes) -> "Image.Image":
             image.load()
             return _as_rgb(ImageOps.exif_transpose(image))
     except (OSError, ValueError, SyntaxError, EOFError, image_module.DecompressionBombError) as error:
-        raise Undecodable(_reason(error)) from None
+        raise Undecodable(reason_of(error)) from None
 
 
 def _as_rgb(image: "Image.Image") -> "Image.Image":
@@ -122,7 +122,7 @@ def open_video(content: memoryview | bytes) -> "Iterator[tuple[InputContainer, V
     try:
         container: InputContainer = av.open(io.BytesIO(content), options=options, metadata_errors="replace")
     except (av.FFmpegError, ValueError, OSError) as error:
-        raise Undecodable(_reason(error)) from None
+        raise Undecodable(reason_of(error)) from None
     with container:
         stream = container.streams.best("video")
         if stream is None:
@@ -150,7 +150,7 @@ def decode_video(content: memoryview | bytes, clip: Clip, specs: Sequence[Sample
                         scaled[spec.resize] = shown(frame, clip.rotation, spec.resize)
                     pixels[place] = _cut(scaled[spec.resize][None], spec)[0]
     except (av.FFmpegError, ValueError) as error:
-        raise Undecodable(f"{clip.name}: {_reason(error)}") from None
+        raise Undecodable(f"{clip.name}: {reason_of(error)}") from None
     return out
 
 
@@ -241,7 +241,7 @@ def _counted(content: memoryview | bytes, wanted: set[int]) -> "Iterator[tuple[i
                 return
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return what a decoder says, in lower case and without what it says of the file's name."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     text = text.splitlines()[0].split(": <none>")[0]

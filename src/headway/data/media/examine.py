@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from headway.data.media.decode import Undecodable, _reason, need, open_image, open_video
+from headway.data.media.decode import Undecodable, need, open_image, open_video, reason_of
 from headway.data.media.manifest import Kind
 from headway.data.media.writer import ClipFacts
 
@@ -64,7 +64,7 @@ def _examine_video(content: bytes | memoryview, visit: Callable[[int, Any], None
                         visit(len(times), frame)
                     times.append(frame.pts)
         except (av.FFmpegError, ValueError) as error:
-            raise Undecodable(f"{_reason(error)} after {len(times)} frames") from None
+            raise Undecodable(f"{reason_of(error)} after {len(times)} frames") from None
         if first is None:
             raise Undecodable("it has no frame")
         if packets < stream.frames:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from headway.data.media.appearance import Appearance, Observer
 from headway.data.media.decode import Undecodable
 from headway.data.media.examine import examine
 from headway.data.media.manifest import Kind
@@ -21,6 +22,7 @@ class Examined:
     facts: ClipFacts | None = None
     refused: str = ""
     """Why it cannot be used, if it has no facts."""
+    appearance: Appearance | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Serialize it."""
@@ -33,7 +35,8 @@ class Examined:
         if facts is not None:
             lists = {key: tuple(facts[key]) for key in ("times", "keyframes", "offsets")}
             facts = ClipFacts(**{**facts, **lists})
-        return cls(**{**values, "facts": facts})
+        seen = values["appearance"]
+        return cls(**{**values, "facts": facts, "appearance": None if seen is None else Appearance(**seen)})
 
 
 def examine_file(kind: Kind, source: MediaSource) -> Examined:
@@ -42,11 +45,17 @@ def examine_file(kind: Kind, source: MediaSource) -> Examined:
         content = source.path.read_bytes()
     except OSError as error:
         return Examined(source.name, refused=f"it cannot be read: {error.strerror}")
+    return examine_content(kind, source.name, content)
+
+
+def examine_content(kind: Kind, name: str, content: bytes) -> Examined:
+    """Decode the bytes of one file."""
+    observer = Observer()
     try:
-        facts = examine(kind, content)
+        facts = examine(kind, content, observer.visit)
     except Undecodable as error:
-        return Examined(source.name, refused=error.message)
-    return Examined(source.name, hashlib.sha256(content).hexdigest(), facts)
+        return Examined(name, refused=error.message)
+    return Examined(name, hashlib.sha256(content).hexdigest(), facts, appearance=observer.appearance())
 
 
 def examine_here(kind: Kind, sources: Sequence[MediaSource]) -> Iterator[Examined]:
