@@ -7,13 +7,22 @@ a fixed seed, so that a run needs no folder.
 import hashlib
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headway.errors import ModelError
+from headway.models.diffusion import clip, t5
+from headway.models.diffusion.clip import ClipTextEncoder
 from headway.models.diffusion.conditioning import TextStates
+from headway.models.diffusion.t5 import T5Encoder
 from headway.recipe.families.diffusion import BYTES, DiffusionModel
+from headway.recipe.huggingface import read_config
+from headway.state.huggingface import weight_files
 
 END = 256
 """Id of the token that ends a prompt of bytes."""
@@ -36,9 +45,17 @@ def open_text_encoder(model: DiffusionModel, device: torch.device | str = "cpu")
     """Return the text encoder of a text-conditional model, with its weights, on a device."""
     assert model.text_tokens is not None, "only a text-conditional model has one"
     assert model.text_dim is not None
+    encoder: TextEncoder
     if model.text_encoder == BYTES:
-        return ByteTextEncoder(model.text_tokens, model.text_dim).to(device).eval().requires_grad_(False)
-    raise ModelError(f"text encoder {model.text_encoder} cannot be opened yet")
+        encoder = ByteTextEncoder(model.text_tokens, model.text_dim)
+    else:
+        encoder = FolderTextEncoder(Path(str(model.text_encoder)), model.text_tokens)
+        if encoder.width != model.text_dim:
+            raise ModelError(
+                f"model.text_dim is {model.text_dim}, but {model.text_encoder} has states of width {encoder.width}",
+                hint=f"--set model.text_dim={encoder.width}",
+            )
+    return encoder.to(device).eval().requires_grad_(False)
 
 
 def check_lengths(lengths: Sequence[int], tokens: int) -> None:
@@ -49,6 +66,97 @@ def check_lengths(lengths: Sequence[int], tokens: int) -> None:
                 f"prompt {number} has {length} tokens; the text encoder takes {tokens}",
                 hint="shorten it, or raise model.text_tokens where the text encoder allows it",
             )
+
+
+class FolderTextEncoder(TextEncoder):
+    """T5, UMT5 or CLIP from a Hugging Face folder, with its tokenizer."""
+
+    def __init__(self, folder: Path, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.module, self.width, longest = read_text_encoder(folder)
+        if longest is not None and tokens > longest:
+            raise ModelError(
+                f"model.text_tokens is {tokens}, but {folder} has positions for {longest}",
+                hint=f"--set model.text_tokens={longest}",
+            )
+        self._tokenizer = _tokenizer_of(folder)
+        self._padding = read_config(folder).get("pad_token_id") or 0
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> TextStates:
+        """Return the states of prompts."""
+        ids = [encoding.ids for encoding in self._tokenizer.encode_batch(list(prompts))]
+        check_lengths([len(row) for row in ids], self.tokens)
+        device = next(self.module.parameters()).device
+        ids_BS, mask_BS = padded(ids, self.tokens, self._padding, device)
+        return TextStates(self.module(ids_BS, mask_BS) * mask_BS.unsqueeze(2), mask_BS)
+
+
+def padded(ids: Sequence[Sequence[int]], tokens: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return ids [B, S] with padding at their ends, and a mask of what is no padding."""
+    rows = [[*row, *[padding] * (tokens - len(row))] for row in ids]
+    lengths_B1 = torch.tensor([[len(row)] for row in ids], device=device)
+    return torch.tensor(rows, device=device), torch.arange(tokens, device=device) < lengths_B1
+
+
+def read_text_encoder(folder: Path) -> tuple[nn.Module, int, int | None]:
+    """Return a folder's text encoder, the width of its states, and the most tokens it has positions for."""
+    config = read_config(folder)
+    kind = config.get("model_type")
+    if kind in ("t5", "umt5"):
+        build, stored = T5Encoder, t5.stored_name
+        width, longest = config.get("d_model", 0), None
+    elif kind in ("clip_text_model", "clip"):
+        config = config.get("text_config") or config
+        build, stored = ClipTextEncoder, clip.stored_name
+        width, longest = config.get("hidden_size", 0), config.get("max_position_embeddings", 77)
+    else:
+        raise ModelError(
+            f"{folder} is a {kind}, which is no text encoder that Headway has", hint="t5, umt5 or clip_text_model"
+        )
+    try:
+        with torch.device("meta"):
+            module: nn.Module = build(config)
+    except KeyError as error:
+        raise ModelError(f"{folder / 'config.json'} lacks {error.args[0]}") from None
+    weights = _weights(folder)
+    for name, parameter in module.named_parameters():
+        names = (stored(name), t5.plain_name(stored(name)), f"text_model.{stored(name)}")
+        found = next((weights[key] for key in names if key in weights), None)
+        if found is None:
+            raise ModelError(f"{folder} lacks {names[0]}")
+        if found.shape != parameter.shape:
+            raise ModelError(f"{folder} has {names[0]} of shape {tuple(found.shape)}, not {tuple(parameter.shape)}")
+        owner, _, key = name.rpartition(".")
+        setattr(module.get_submodule(owner), key, nn.Parameter(found, requires_grad=False))
+    return module, width, longest
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    weights = dict[str, Tensor]()
+    for file in weight_files(folder):
+        try:
+            weights |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"cannot read {file}: {error}") from None
+    return weights
+
+
+def _tokenizer_of(folder: Path) -> Any:
+    """Return the tokenizer of a text encoder's folder, or of the folder `tokenizer` beside it, as in pipelines."""
+    from tokenizers import Tokenizer
+
+    for file in (folder / "tokenizer.json", folder.parent / "tokenizer" / "tokenizer.json"):
+        if file.is_file():
+            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            return tokenizer
+    raise ModelError(
+        f"{folder} has no tokenizer.json, nor has {folder.parent / 'tokenizer'}",
+        hint="transformers writes one: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)",
+    )
 
 
 class ByteTextEncoder(TextEncoder):
@@ -72,11 +180,7 @@ class ByteTextEncoder(TextEncoder):
         """Return the states of prompts."""
         ids = [[*prompt.encode(), END] for prompt in prompts]
         check_lengths([len(row) for row in ids], self.tokens)
-        table = self.get_buffer("table")
-        padded = [row + [END] * (self.tokens - len(row)) for row in ids]
-        ids_BS = torch.tensor(padded, device=table.device)
-        lengths_B1 = torch.tensor([[len(row)] for row in ids], device=table.device)
-        mask_BS = torch.arange(self.tokens, device=table.device) < lengths_B1
+        ids_BS, mask_BS = padded(ids, self.tokens, END, self.get_buffer("table").device)
         return TextStates(self(ids_BS, mask_BS), mask_BS)
 
     def forward(self, ids_BS: Tensor, mask_BS: Tensor) -> Tensor:
