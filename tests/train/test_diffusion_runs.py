@@ -1,12 +1,15 @@
 """Whole diffusion runs: killed at random steps and resumed with the same bits; sample grids and the verb sample."""
 
+import contextlib
 import json
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -69,6 +72,61 @@ def test_runs_killed_at_random_steps_end_with_the_same_bits(lab, make_lab, tmp_p
     assert one == pytest.approx(two, rel=1e-4)
     held_out = [[event["loss"] for event in unharmed[workers].events("eval")] for workers in (1, 2)]
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> Path:
+    """Forty short videos with captions."""
+    folder = tmp_path_factory.mktemp("clips")
+    script = Path(__file__).parents[2] / "examples" / "make_clips.py"
+    subprocess.run([sys.executable, str(script), str(folder / "files"), "40", "16", "12"], check=True)
+    options = MediaOptions(kind="video", captions=(str(folder / "files" / "captions.jsonl"),))
+    build_media(folder / "data", [str(folder / "files" / "clips" / "**" / "*.mp4")], options)
+    return folder / "data"
+
+
+def test_video_runs_with_killed_workers_and_decoders_end_with_the_same_bits(lab, make_lab, tmp_path, clips) -> None:
+    """On one worker and on two; the decoder processes of a live run are killed whenever there are some."""
+    values = recipe_of(clips, "text").model_dump()
+    values["model"] = {"family": "wan", "in_channels": 3, "patch": [1, 8, 8], "layers": 1, "dim": 24, "heads": 2}
+    values["model"] |= {"text_tokens": 32}
+    values["objective"] = {"kind": "flow"}
+    values["data"] = {"kind": "video", "path": str(clips), "holdout": 0.1}
+    values["data"]["media"] = {"sizes": "16x16", "frames": 3, "samples": 2, "window": 4, "segment": "gop"}
+    values["eval"]["samples"] = {"count": 2, "steps": 2, "prompts": ["a red bar moves up"]}
+    recipe = parse_recipe(values, {}, "test")
+    unharmed = left_alone(tmp_path / "unharmed", make_lab, recipe)
+    for workers in (1, 2):
+        stopped = threading.Event()
+        killer = threading.Thread(target=kill_decoders, args=(stopped,))
+        killer.start()
+        killed = lab.train(recipe, workers, FaultPlan().kill(CHANCE.randint(2, STEPS), workers - 1, "data"))
+        assert killed.outcome.state == "failed"
+        resumed = lab.resume(killed.run)
+        stopped.set()
+        killer.join()
+        assert_same(resumed, unharmed[workers])
+        assert {path.suffix for path in resumed.run.samples.iterdir()} == {".png", ".mp4"}
+    assert KILLED, "no decoder was killed"
+
+
+KILLED = list[int]()
+
+
+def kill_decoders(stopped: threading.Event) -> None:
+    """Kill decoders below this process, each once it has lived for a moment, but a few at most."""
+    while not stopped.wait(0.5) and len(KILLED) < 6:
+        below = psutil.Process().children(recursive=True)
+        decoders = [process for process in below if is_decoder(process)]
+        for process in decoders[:1]:
+            process.kill()
+            KILLED.append(process.pid)
+
+
+def is_decoder(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "headway.data.media.worker" in " ".join(process.cmdline())
+    return False
 
 
 def test_grids_and_samples_of_a_run(lab, images) -> None:

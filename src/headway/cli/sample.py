@@ -68,7 +68,13 @@ def sample(
         raise UsageError(f"{model} is a folder: it has no steps", hint="leave --step out")
     source, name = model_of(f"{model}@{step}" if step is not None and at is None else model, runs)
     prompts = prompt or [""]
-    media = {"--label": label, "--count": count, "--steps": steps, "--guidance": guidance, "--sampler": sampler}
+    media: dict[str, object] = {
+        "--label": label,
+        "--count": count,
+        "--steps": steps,
+        "--guidance": guidance,
+        "--sampler": sampler,
+    }
     media |= {"--size": size, "--fps": fps, "--out": out}
     if any("\ud800" <= letter <= "\udfff" for text in prompts for letter in text):
         raise UsageError("a prompt is not valid UTF-8", hint="check the terminal's encoding")
