@@ -18,6 +18,7 @@ import typer.main
 from headway.cli.main import app
 from headway.recipe import CHANGEABLE
 from headway.recipe.documentation import recipe_schema
+from headway.recipe.families import DIFFUSION
 
 FOLDER = Path(__file__).resolve().parent / "reference"
 WIDTH = 110
@@ -71,8 +72,9 @@ def pages() -> dict[str, str]:
 
 # -- recipe.md
 
-MODEL = "The decoder to train, by family and sizes, or a custom class. Each family also has the common keys listed \
+MODEL = "The model to train, by family and sizes, or a custom class. Each family also has the common keys listed \
 first; where defaults differ, they are the first family's."
+DIFFUSION_NOTE = "A diffusion family, which has none of the common keys"
 
 
 def recipe_page() -> Iterator[str]:
@@ -112,17 +114,24 @@ def section_of(name: str, ref: str, schema: dict[str, Any], mark: str, title: st
 def families(name: str, field: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
     """Yield a section with several variants: their common keys, then the keys of each."""
     variants = {option["$ref"]: definition(option["$ref"], schema) for option in field["oneOf"]}
-    decoders = {ref: section for ref, section in variants.items() if family_of(section) != "own"}
+    built_in = {ref: section for ref, section in variants.items() if family_of(section) != "own"}
+    decoders = {ref: section for ref, section in built_in.items() if family_of(section) not in DIFFUSION}
     common = common_keys(list(decoders.values()))
     first = next(iter(decoders.values()))
     yield from ("", f"## [{name}]", "", *textwrap.wrap(MODEL, WIDTH), "")
-    names = ", ".join(toml(family_of(section)) for section in decoders.values())
-    yield from item(f'`{name}.family` (one of {names}, default "llama"): The family of the decoder.')
+    names = ", ".join(toml(family_of(section)) for section in built_in.values())
+    yield from item(f'`{name}.family` (one of {names}, default "llama"): The family of the model.')
     shared = {key: value for key, value in first["properties"].items() if key in common}
     yield from keys(f"{name}.", {key: value for key, value in shared.items() if not reference(value)}, first)
-    for section in decoders.values():
+    for section in built_in.values():
         yield from heading(f'### family = "{family_of(section)}"', section)
-        own = {key: value for key, value in section["properties"].items() if key not in common and key != "family"}
+        absent = DIFFUSION[family_of(section)].ABSENT if family_of(section) in DIFFUSION else frozenset()
+        if absent:
+            lacks = ", ".join(f"`{key}`" for key in sorted(absent))
+            yield from (*textwrap.wrap(f"{DIFFUSION_NOTE} {lacks}.", WIDTH), "")
+        same = {key for key in common if section["properties"][key]["description"] == shared[key]["description"]}
+        shown = same | absent | {"family"}
+        own = {key: value for key, value in section["properties"].items() if key not in shown}
         yield from keys(f"{name}.", {key: value for key, value in own.items() if not reference(value)}, section)
     scalings = (section["properties"].get("rope_scaling", {}) for section in decoders.values())
     scaling = next(ref for field in scalings if (ref := reference(field)))
@@ -208,10 +217,14 @@ def takes(field: dict[str, Any]) -> str:
 
 def one_kind(schema: dict[str, Any]) -> str:
     """Return one kind of value in words."""
+    if isinstance(schema.get("const"), str):
+        return toml(schema["const"])
     if "enum" in schema:
         return "one of " + ", ".join(toml(value) for value in schema["enum"])
     if "prefixItems" in schema.get("items", {}):
         return f"list of [{', '.join(one_kind(part) for part in schema['items']['prefixItems'])}]"
+    if "prefixItems" in schema:
+        return f"[{', '.join(one_kind(part) for part in schema['prefixItems'])}]"
     if schema.get("type") == "array":
         return f"list of {one_kind(schema['items'])}s" if "pattern" not in schema["items"] else "list of names"
     bounds = [f"{word} {schema[name]:g}" for name, word in BOUNDS.items() if name in schema]

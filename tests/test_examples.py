@@ -22,6 +22,8 @@ from headway.track import RunFolder, read_metric
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EXPECTED = {
     "countdown.py": "data/countdown.jsonl: 2000 problems",
+    "make_clips.py": "96 clips of 24 frames, 32 x 32 pixels",
+    "make_digits.py": "1797 images of digits with labels 0 to 9",
     "make_chats.py": "conversations, as many pairs of answers, and a chat template",
     "from_python.py": "finished, all steps done",
     "jsonl_with_prompts.py": "were trained on in the first; the rest are prompts",
@@ -60,7 +62,7 @@ def test_what_an_example_imports_of_headway_is_there(path: Path) -> None:
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     """What they show is tested in seconds: here, or in test_gradients.py, test_data_mixtures.py and test_exact.py."""
     assert EXPECTED[name] in run(name, tmp_path)
-    run_nothing = ("countdown.py", "plan_from_python.py", "make_chats.py")
+    run_nothing = ("countdown.py", "plan_from_python.py", "make_chats.py", "make_clips.py", "make_digits.py")
     assert (tmp_path / "runs").is_dir() == (name not in run_nothing)
 
 

@@ -1,6 +1,7 @@
-"""`headway data build | show | verify | mix`: tokenized datasets and mixtures of them."""
+"""`headway data build | show | probe | verify | mix`: datasets of text, images or video, and mixtures of text."""
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -14,11 +15,23 @@ import typer
 
 from headway.cli.chat_view import chat_sample, packing_line, print_chat_sample, print_prompt, prompt_facts
 from headway.cli.data_mix import print_mix
+from headway.cli.media_view import (
+    build_facts,
+    local_sources,
+    media_facts,
+    print_built,
+    print_clip,
+    print_media,
+    print_probe,
+    probe_facts,
+    sample_clips,
+)
 from headway.cli.options import Json, Settings
 from headway.cli.progress import terminal_bars
 from headway.cli.text import columns, plural, print_json
 from headway.cluster.engines.ray.encode import ray_encoders
 from headway.cluster.engines.ray.engine import RayEngine
+from headway.cluster.engines.ray.examine import ray_examiners
 from headway.cluster.engines.settings import engine_settings
 from headway.data import (
     BuildOptions,
@@ -32,6 +45,17 @@ from headway.data import (
 from headway.data.build import RemoteEncoders
 from headway.data.chat_build import ChatOptions, build_chat_dataset
 from headway.data.manifest import DatasetManifest
+from headway.data.media import (
+    MediaFilters,
+    MediaOptions,
+    build_media,
+    in_processes,
+    is_media,
+    open_media,
+    read_media_manifest,
+)
+from headway.data.media.probe import plot_media, probe_media
+from headway.data.media.sheet import write_sheet
 from headway.data.own_source import own_sources
 from headway.data.packing import Packing, compute_packing
 from headway.data.prompts import PromptReader
@@ -91,15 +115,51 @@ def build_command(
     errors: Annotated[
         Literal["strict", "replace", "skip"], typer.Option(help="How to handle unreadable input.")
     ] = "strict",
+    kind: Annotated[
+        Literal["text", "image", "video"], typer.Option(help="What the sources are: text, or files of images or video.")
+    ] = "text",
+    captions: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Media: JSONL or Parquet of file, caption, label, source; repeatable."),
+    ] = None,
+    shard_mb: Annotated[int, typer.Option(min=1, help="Media: megabytes per shard.")] = 1024,
+    min_sharpness: Annotated[
+        float | None, typer.Option(metavar="X", help="Media: leave out what is blurred (variance of the Laplacian).")
+    ] = None,
+    min_motion: Annotated[
+        float | None, typer.Option(metavar="X", help="Media: leave out still videos (mean change of gray levels).")
+    ] = None,
+    near_duplicates: Annotated[
+        int | None,
+        typer.Option(min=0, max=16, metavar="BITS", help="Media: leave out look-alikes (hashes within BITS)."),
+    ] = None,
+    scorer: Annotated[
+        str | None, typer.Option(metavar="MODULE:NAME", help="Media: your function from a path to a score.")
+    ] = None,
+    min_score: Annotated[float, typer.Option(metavar="X", help="Media: least score.")] = 0.0,
     force: Annotated[bool, typer.Option("--force", help="Replace a dataset of another version.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Build a dataset from text, JSONL or Parquet files.
+    """Build a dataset from text, JSONL or Parquet files, or from images or video.
 
     JSONL may be plain, gzip or zstd. With --chat, rows are conversations, prompts with completions, or pairs of a
     chosen and a rejected answer, rendered by the chat template of a model's folder; with --prompts too, prompts with
     fields for the rewards of reinforcement learning.
     """
+    if kind != "text":
+        filters = MediaFilters(min_sharpness, min_motion, near_duplicates, scorer, min_score)
+        media = MediaOptions(
+            kind=kind,
+            captions=tuple(captions or ()),
+            exclude=tuple(exclude or ()),
+            strict=errors == "strict",
+            filters=filters,
+            shard_bytes=shard_mb * 1_000_000,
+        )
+        _build_media(out, sources, media, engine=engine, processes=threads, force=force, as_json=as_json)
+        return
+    if captions:
+        raise UsageError("--captions is for images and video", hint="add --kind image or --kind video")
     if threads is not None:
         limit_threads(threads)
     reading = ReadOptions(format=format, text_field=text_field, prompt_field=prompt_field, errors=errors)
@@ -151,6 +211,30 @@ def build_command(
     print(f"\nnext: {_next(built.manifest, out)}")
 
 
+def _build_media(
+    out: Path,
+    sources: list[str],
+    options: MediaOptions,
+    *,
+    engine: str,
+    processes: int | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Build a dataset of images or video and print what it holds."""
+    with local_sources(sources, options.kind, out) as files, _progress() as progress:
+        built = build_media(
+            out,
+            files,
+            options,
+            force=force,
+            examine=ray_examiners(_ray()) if engine == "ray" else in_processes(processes or os.cpu_count() or 1),
+            progress=lambda now: progress(BuildProgress(*now)),
+            on_skip=lambda sentence: print(f"skipped: {sentence}", file=sys.stderr),
+        )
+    print_json(build_facts(built)) if as_json else print_built(built, out)
+
+
 def _next(manifest: DatasetManifest, path: Path) -> str:
     """Return the command that trains on a dataset."""
     policy = ""
@@ -178,7 +262,11 @@ def _elsewhere(engine: str, tokenizer_engine: str) -> RemoteEncoders | None:
         return None
     if tokenizer_engine == "tiktoken":
         raise UsageError("--engine ray encodes with tokenizers only", hint="leave out --tokenizer-engine")
-    return ray_encoders(RayEngine(engine_settings("ray").site.get("address")))
+    return ray_encoders(_ray())
+
+
+def _ray() -> RayEngine:
+    return RayEngine(engine_settings("ray").site.get("address"))
 
 
 @app.command("show")
@@ -190,9 +278,17 @@ def show_command(
         typer.Option(min=0, metavar="N", help="Print chat sample N with what is trained on in colour, or prompt N."),
     ] = None,
     seq: Annotated[int, typer.Option(min=1, help="Of chats, show how they fill rows of so many tokens.")] = 4096,
+    sheet: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="Of images and video, write a contact sheet of the samples.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show counts and the beginnings of a few documents."""
+    """Show counts and the beginnings of a few documents, or a few clips."""
+    if is_media(path):
+        _show_media(path, samples, sheet, as_json)
+        return
+    if sheet is not None:
+        raise UsageError("--sheet is for images and video", hint="leave it out")
     dataset = open_dataset(path)
     if chat is not None and dataset.kind == "prompts":
         prompt = prompt_facts(dataset, chat)
@@ -223,6 +319,47 @@ def show_command(
     print(f"\nnext: {_next(dataset.manifest, path)}")
 
 
+def _show_media(path: Path, samples: int, sheet: Path | None, as_json: bool) -> None:
+    shown = sample_clips(path, samples)
+    manifest = read_media_manifest(path)
+    if sheet is not None:
+        write_sheet(open_media(path), [clip["clip"] for clip in shown], sheet)
+    if as_json:
+        print_json({**media_facts(path, manifest), "samples": shown, "sheet": None if sheet is None else str(sheet)})
+        return
+    print_media(path, manifest)
+    for clip in shown:
+        print_clip(clip)
+    if sheet is not None:
+        print(f"\ncontact sheet: {sheet}")
+    print(f"\nnext: headway data probe {shlex.quote(str(path))}")
+
+
+@app.command("probe")
+def probe_command(
+    path: Annotated[Path, typer.Argument(metavar="FOLDER|DATASET", help="A folder of files, or a dataset of them.")],
+    kind: Annotated[
+        Literal["image", "video"] | None,
+        typer.Option(help="Which files of a folder (default: videos if there are any)."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Also draw the distributions.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show durations, sizes and frame rates of images or video."""
+    with _progress() as progress:
+        facts = probe_media(path, kind, lambda done, total: progress(BuildProgress("probe", done, total)))
+    if plot is not None:
+        plot_media(facts, plot)
+    if as_json:
+        print_json(probe_facts(facts))
+        return
+    print_probe(facts)
+    if plot is not None:
+        print(f"\nplot: {plot}")
+    if not is_media(path):
+        print(f"\nnext: headway data build OUT {shlex.quote(str(path))} --kind {facts.kind}")
+
+
 def _packing_facts(packing: Packing) -> dict[str, Any]:
     return {"seq": packing.seq, "rows": packing.rows, "padding": packing.padding, **asdict(packing.counts)}
 
@@ -230,6 +367,15 @@ def _packing_facts(packing: Packing) -> dict[str, Any]:
 @app.command("verify")
 def verify_command(path: DataPath, as_json: Json = False) -> None:
     """Hash every file of a dataset and compare with its manifest."""
+    if is_media(path):
+        media = open_media(path, verify="full").manifest
+        if as_json:
+            print_json({**media_facts(path, media), "verified": True})
+            return
+        print_media(path, media)
+        print(f"verified   {plural(len(media.files), 'file')}, all match the manifest")
+        print(f"\nnext: headway data show {path}")
+        return
     manifest = verify(path).manifest
     if as_json:
         print_json({**_facts(path, manifest), "verified": True})
@@ -313,7 +459,13 @@ def _size(count: float) -> str:
     return f"{count:,.1f} TB"
 
 
-_STAGES = {"tokenizer": "training the tokenizer", "encode": "encoding"}
+_STAGES = {
+    "tokenizer": "training the tokenizer",
+    "encode": "encoding",
+    "decode": "decoding",
+    "write": "writing",
+    "probe": "reading headers",
+}
 
 
 @contextmanager
@@ -341,6 +493,7 @@ def _plain_progress(every_s: float = 5.0) -> Callable[[BuildProgress], None]:
         if due:
             printed_s[now.stage] = time.monotonic()
             share = now.done_bytes / max(now.total_bytes, 1)
-            print(f"{_STAGES[now.stage]}: {share:.0%} of {_size(now.total_bytes)}", file=sys.stderr)
+            total = plural(now.total_bytes, "file") if now.stage == "probe" else _size(now.total_bytes)
+            print(f"{_STAGES[now.stage]}: {share:.0%} of {total}", file=sys.stderr)
 
     return show

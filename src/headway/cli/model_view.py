@@ -11,6 +11,7 @@ from headway.cli.text import byte_size, columns, count, first_names, plural, sho
 from headway.errors import ModelError
 from headway.plan.model_summary import PARTS, ModelSummary, part_of
 from headway.recipe import Lora, Model, Train
+from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.rope import RotaryModel
 from headway.state.checkpoint_diff import TensorDifference
 from headway.state.weight_diff import tensor_mismatches
@@ -80,7 +81,8 @@ def document_of(
 def _model_type(model: Model, seq: int) -> str | None:
     """Return the name in `transformers`; None if it has no such decoder."""
     try:
-        return str(model.to_config(seq)["model_type"])
+        config = model.to_config(seq)
+        return str(config.get("model_type") or config["_class_name"])
     except ModelError:
         return None
 
@@ -92,8 +94,9 @@ def _fields(model: Model) -> dict[str, Any]:
 def show_lines(model: Model, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a model as text."""
     kind = document["model_type"]
+    library = "diffusers" if isinstance(model, DiffusionModel) else "transformers"
     yield shortened(f"{document['name']}: {KINDS[document['kind']]}", columns())
-    yield _fact("family", f"{model.family} ({f'transformers: {kind}' if kind else 'not in transformers'})")
+    yield _fact("family", f"{model.family} ({f'{library}: {kind}' if kind else f'not in {library}'})")
     yield from _shape_lines(model, document["windows"])
     yield _fact("parameters", f"{count(document['parameters'])} ({document['parameters']:,})")
     for part, number in document["parts"].items():
@@ -124,6 +127,12 @@ def _shape_lines(model: Model, windows: Mapping[int, int]) -> Iterator[str]:
             else "; the first layer is dense" * experts.dense_layers
         )
         yield _fact("experts", f"{experts.top_k} of {experts.count}, each {experts.hidden:,} wide{shared}{dense}")
+    if isinstance(model, DiffusionModel):
+        patch = " x ".join(map(str, model.patch_sizes))
+        what = f"{model.num_classes} classes" if model.conditioning == "class" else f"{model.text_tokens} text tokens"
+        yield _fact("patches", f"{patch} (frames x rows x columns) of {plural(model.in_channels, 'channel')}")
+        yield _fact("condition", what)
+        return
     tied = "tied" if model.tie_embeddings else "not tied"
     yield _fact("vocabulary", f"{model.vocabulary:,}, embedding and head {tied}")
     yield _fact("positions", _positions(model))

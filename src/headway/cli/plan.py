@@ -24,6 +24,7 @@ from headway.cli.progress import terminal_bars
 from headway.cli.text import plural, print_json
 from headway.data import open_dataset
 from headway.data.corpus import open_corpus
+from headway.data.media.corpus import open_media_corpus
 from headway.errors import UsageError
 from headway.hardware import (
     Ceilings,
@@ -53,6 +54,8 @@ from headway.plan.search import RankedPlan
 from headway.plan.settings import parse_mesh
 from headway.plan.task import SearchSpace
 from headway.recipe import Model, Recipe, Train, load_recipe
+from headway.recipe.families.diffusion import DiffusionModel
+from headway.recipe.sample_tokens import with_sample_tokens
 from headway.state.address import is_in_store
 from headway.track import runs_root
 
@@ -354,6 +357,8 @@ def _resolved(recipe: Recipe) -> Recipe:
         model = resolve_model(model, runs_root(None))
         for note in new_positions(recipe.model_copy(update={"model": model})):
             print(f"note: {note}", file=sys.stderr)
+    if isinstance(model, DiffusionModel):
+        return with_sample_tokens(recipe.model_copy(update={"model": model, "train": _with_steps(recipe)}))
     if model.vocab_size is None:
         model = _with_vocabulary(model, Path(next(iter(recipe.data.parts.values())).path))
     return recipe.model_copy(update={"model": model, "train": _with_steps(recipe)})
@@ -365,7 +370,7 @@ def _with_steps(recipe: Recipe) -> Train:
     if train.epochs is None:
         return train
     if all((Path(part.path) / "manifest.json").exists() for part in recipe.data.parts.values()):
-        return open_corpus(recipe).train()
+        return (open_corpus(recipe) if recipe.data.media is None else open_media_corpus(recipe)).train()
     print(
         f"note: the data is not built; assuming {plural(train.steps, 'step')} for {train.epochs:g} epochs",
         file=sys.stderr,

@@ -1,6 +1,7 @@
-"""`headway sample RUN|FOLDER --prompt TEXT`: generates text with a model.
+"""`headway sample RUN|FOLDER --prompt TEXT`: generates text with a model, or images and video with a diffusion model.
 
-The model runs in another process (`headway.inference.sample`); this module prints what that generates.
+The model runs in another process (`headway.inference.sample`); this module prints what that generates. For diffusion
+models see `sample_media.py`.
 """
 
 import json
@@ -12,6 +13,7 @@ import typer
 
 from headway.cli.model_process import model_of, model_process
 from headway.cli.options import Json, ModelSource, Runs
+from headway.cli.sample_media import diffusion_recipe, sample_media
 from headway.errors import UsageError
 from headway.track import parse_ref
 
@@ -31,10 +33,34 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature (0 = greedy).")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the top K tokens (0 = off).")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same text.")] = 0,
+    label: Annotated[
+        list[int] | None,
+        typer.Option("--label", metavar="N", min=0, help="Class to generate; repeatable (default: each class once)."),
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Number of images or videos (default: one per prompt or label).")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="Steps of the diffusion sampler (default: 20).")
+    ] = None,
+    guidance: Annotated[
+        float | None, typer.Option(min=0.0, max=100.0, help="Classifier-free guidance (default: 2.0; 1 = none).")
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="S", help="euler or heun (flow), ddim or ancestral (ddpm).")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="WxH[xT]", help="Size of samples (default: that of the training data).")
+    ] = None,
+    ema: Annotated[bool, typer.Option(help="Use the EMA of a diffusion model's weights, if there is one.")] = True,
+    fps: Annotated[int | None, typer.Option(min=1, max=240, help="Frames per second of an MP4 (default: 8).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Image (.png) or video (.mp4) to write.")
+    ] = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Generate text with a model."""
+    """Generate text with a model, or images and video with a diffusion model."""
     at = parse_ref(model)[1] if not Path(model).exists() else None
     if at is not None and step is not None and at != step:
         raise UsageError(f"{model} and --step {step} name different checkpoints", hint="give only one of them")
@@ -42,8 +68,29 @@ def sample(
         raise UsageError(f"{model} is a folder: it has no steps", hint="leave --step out")
     source, name = model_of(f"{model}@{step}" if step is not None and at is None else model, runs)
     prompts = prompt or [""]
+    media: dict[str, object] = {
+        "--label": label,
+        "--count": count,
+        "--steps": steps,
+        "--guidance": guidance,
+        "--sampler": sampler,
+    }
+    media |= {"--size": size, "--fps": fps, "--out": out}
     if any("\ud800" <= letter <= "\udfff" for text in prompts for letter in text):
         raise UsageError("a prompt is not valid UTF-8", hint="check the terminal's encoding")
+    diffusion = diffusion_recipe(source)
+    if diffusion is not None:
+        if max_tokens is not None:
+            raise UsageError("--max-tokens has no effect with a diffusion model", hint="leave it out")
+        settings = {"steps": steps, "guidance": guidance, "sampler": sampler, "fps": fps, "seed": seed, "ema": ema}
+        sample_media(
+            name, source, diffusion, prompts=prompt or [], labels=label or [], count=count, size=size, out=out,
+            settings=settings, as_json=json,
+        )  # fmt: skip
+        return
+    given = next((option for option, value in media.items() if value is not None), None)
+    if given is not None:
+        raise UsageError(f"{given} is for diffusion models, and {name} generates text", hint="leave it out")
     request = {
         **source,
         "prompts": prompts,

@@ -19,19 +19,32 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from headway.data.chat_template import SETTINGS_FILE, TEMPLATE_FILE
 from headway.errors import DamagedData, DataError
 
 FORMAT = 1
 CHAT_FORMAT = 2
+MEDIA_FORMAT = 3
+"""Images and video: `headway.data.media.manifest`."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 STAMP = ".verified.json"
 
 Stamp = dict[str, list[int]]
 """File name to [size, mtime in ns, inode] when its content was last verified."""
+
+
+class StoredFile(Protocol):
+    """What is checked of a file of a dataset, of whatever kind."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def bytes(self) -> int: ...  # noqa: D102
+    @property
+    def sha256(self) -> str: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,9 @@ def read_manifest(folder: Path) -> DatasetManifest:
     except ValueError as error:
         raise _damaged(path, str(error)) from None
     version = content.get("format") if isinstance(content, dict) else None
+    if version == MEDIA_FORMAT:
+        kind = content.get("kind")
+        raise DataError(f"{folder} holds data of kind {kind}, not text", hint=f'set data.kind = "{kind}"')
     if version not in (FORMAT, CHAT_FORMAT):
         hint = "use the version of Headway that built it"
         raise DataError(

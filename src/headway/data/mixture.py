@@ -94,14 +94,14 @@ class DataMixture:
         return tuple(accumulate((split.windows for split in self.splits[:-1]), initial=0))
 
     @functools.cached_property
-    def _rotations(self) -> tuple["_Rotation", ...]:
+    def _rotations(self) -> tuple["Rotation", ...]:
         """How datasets alternate in each phase."""
         before = [0] * len(self.splits)
-        rotations: list[_Rotation] = []
+        rotations: list[Rotation] = []
         for index, phase in enumerate(self.phases):
             if rotations:
                 before = rotations[-1].counts_before(phase.first - self.phases[index - 1].first)
-            rotations.append(_rotation(before, phase.shares))
+            rotations.append(rotation(before, phase.shares))
         return tuple(rotations)
 
 
@@ -140,7 +140,7 @@ def _look_up(mixture: DataMixture, samples: Ids) -> tuple[npt.NDArray[np.intp], 
 
 
 @dataclass(frozen=True)
-class _Rotation:
+class Rotation:
     """How datasets alternate in one phase."""
 
     before: Ids
@@ -166,7 +166,7 @@ class _Rotation:
         return [int(count) for count in self.before + turn * self.counts + part]
 
 
-def _rotation(before: Sequence[int], shares: Sequence[Fraction]) -> _Rotation:
+def rotation(before: Sequence[int], shares: Sequence[Fraction]) -> Rotation:
     """Build the rotation of datasets that have had so many samples before."""
     size = math.lcm(*(share.denominator for share in shares))
     counts = [int(share * size) for share in shares]
@@ -174,7 +174,7 @@ def _rotation(before: Sequence[int], shares: Sequence[Fraction]) -> _Rotation:
     ranks = np.empty(size, dtype=np.int64)
     for index, count in enumerate(counts):
         ranks[slots == index] = np.arange(count)
-    return _Rotation(np.array(before, dtype=np.int64), slots, ranks, np.array(counts, dtype=np.int64))
+    return Rotation(np.array(before, dtype=np.int64), slots, ranks, np.array(counts, dtype=np.int64))
 
 
 def _schedule(counts: Sequence[int]) -> Iterator[int]:

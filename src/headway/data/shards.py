@@ -20,6 +20,7 @@ from headway.data.manifest import (
     TOKENIZER,
     DataFile,
     DatasetManifest,
+    StoredFile,
     read_manifest,
     read_stamp,
     stamp_of,
@@ -108,7 +109,7 @@ def open_dataset(path: str | Path, verify: Verify = "changed") -> Dataset:
     folder = Path(path)
     manifest = read_manifest(folder)
     version = manifest.version
-    _check_content(folder, manifest, version, verify)
+    check_content(folder, manifest.all_files(), version, verify)
     dtype = np.dtype(manifest.dtype).newbyteorder("<").str
     tokens = tuple(_map(folder / file.name, dtype) for file, _ in manifest.shards())
     return Dataset(folder, manifest, version, tokens)
@@ -126,12 +127,17 @@ def split_dataset(dataset: Dataset, seq: int, holdout: float) -> Split:
 
 def check_version(dataset: Dataset, wanted: str | None) -> None:
     """Raise DataError if a dataset's version does not start with `wanted`; None accepts any."""
-    if wanted is None or (len(wanted) >= 8 and dataset.version.startswith(wanted)):
+    check_data_version(dataset.path, dataset.version, wanted)
+
+
+def check_data_version(path: Path, version: str, wanted: str | None) -> None:
+    """Raise DataError if the version of the dataset in a folder does not start with `wanted`; None accepts any."""
+    if wanted is None or (len(wanted) >= 8 and version.startswith(wanted)):
         return
     if len(wanted) < 8:
         raise DataError(f"data version {wanted!r} is too short", hint="give at least 8 characters")
     raise WrongDataVersion(
-        f"recipe wants data version {wanted}, folder holds {dataset.version} ({dataset.path})",
+        f"recipe wants data version {wanted}, folder holds {version} ({path})",
         hint="point data.path at that version, rebuild it, or change data.version",
     )
 
@@ -141,8 +147,8 @@ def _map(path: Path, dtype: Any) -> npt.NDArray[Any]:
     return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
 
 
-def _check_content(folder: Path, manifest: DatasetManifest, version: str, level: Verify) -> None:
-    files = manifest.all_files()
+def check_content(folder: Path, files: Sequence[StoredFile], version: str, level: Verify) -> None:
+    """Check the sizes of a dataset's files, and the hashes of those that changed since they were verified."""
     now = {file.name: _check_size(folder, file) for file in files}
     if level == "sizes":
         return
@@ -153,7 +159,7 @@ def _check_content(folder: Path, manifest: DatasetManifest, version: str, level:
         write_stamp(folder, version, now)
 
 
-def _check_size(folder: Path, file: DataFile) -> list[int]:
+def _check_size(folder: Path, file: StoredFile) -> list[int]:
     path = folder / file.name
     try:
         stamp = stamp_of(path)
@@ -164,7 +170,7 @@ def _check_size(folder: Path, file: DataFile) -> list[int]:
     return stamp
 
 
-def _check_hashes(folder: Path, files: Sequence[DataFile]) -> None:
+def _check_hashes(folder: Path, files: Sequence[StoredFile]) -> None:
     # Hashing releases the GIL, so threads use the disk and all processors.
     with ThreadPoolExecutor(min(8, len(files))) as pool:
         for file, sha256 in zip(files, pool.map(_sha256, [folder / file.name for file in files]), strict=True):

@@ -112,8 +112,8 @@ def _exclude_test(pattern: str) -> Callable[[Path, str], bool]:
     that is itself a path (`lib/test/**`) is also matched from the current folder.
     """
     pattern = pattern.rstrip("/")
-    below = re.compile(f"(?:.*/)?{_glob_regex(pattern)}(?:/.*)?", re.DOTALL)
-    from_here = re.compile(f"{_glob_regex(str(Path(pattern).expanduser().absolute()))}(?:/.*)?", re.DOTALL)
+    below = re.compile(f"(?:.*/)?{glob_regex(pattern)}(?:/.*)?", re.DOTALL)
+    from_here = re.compile(f"{glob_regex(str(Path(pattern).expanduser().absolute()))}(?:/.*)?", re.DOTALL)
     is_path = "/" in pattern
 
     def test(path: Path, relative: str) -> bool:
@@ -126,7 +126,7 @@ _GLOB_PART = re.compile(r"\*\*/|/\*\*$|\*\*|\*|\?|\[!?\]?[^\]]*\]|.", re.DOTALL)
 _GLOB_MEANING = {"**/": "(?:.*/)?", "/**": "(?:/.*)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
-def _glob_regex(pattern: str) -> str:
+def glob_regex(pattern: str) -> str:
     """Convert a glob to a regular expression: `*` and `?` stay inside one folder, `**` crosses folders."""
     return "".join(_glob_part(part) for part in _GLOB_PART.findall(pattern))
 

@@ -162,6 +162,19 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, group
     )
 
 
+def attend_fully(q_BLNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention of every token to all tokens of the same or another sequence [B, L, N, H]; never causal.
+
+    A mask [B, 1, 1, S] is true where a token may be attended to.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BSNH, v_BSNH))
+    attention = nn.functional.scaled_dot_product_attention
+    if mask is None and choose(q, q.shape[-1], masked=False, capped=False, sinks=False) == "cudnn":
+        with sdpa_kernel(CUDNN_FIRST, set_priority=True):
+            return attention(q, k, v).transpose(1, 2)
+    return attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
 @cache
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention

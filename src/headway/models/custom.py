@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from headway.errors import ModelError
+from headway.models.diffusion.families import empty_transformer
 from headway.models.families import empty_decoder
 from headway.recipe import Model
+from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.own_code import describe_error, load_name, near_names
 
 NO_VALUES = "its constructor must not read values of tensors (.item(), .numpy(), if), nor name a device"
@@ -111,4 +113,6 @@ def _is_model(value: Any) -> bool:
 
 def empty_model(model: Model) -> nn.Module:
     """Return the recipe's plain model on the meta device."""
+    if isinstance(model, DiffusionModel):
+        return empty_transformer(model, "meta")
     return empty_decoder(model, "meta") if model.class_ is None else build_own(model, "meta")

@@ -224,10 +224,12 @@ class Embedding(nn.Embedding):
 
 
 @torch.no_grad()
-def init_weights(decoder: Decoder, seed: int) -> None:
-    """Initialize every weight; see `initial_weight`."""
+def init_weights(decoder: nn.Module, seed: int) -> None:
+    """Initialize every weight of a decoder or diffusion transformer; see `initial_weight`."""
+    section = decoder.model
+    assert isinstance(section, Model)
     for name, parameter in decoder.named_parameters():
-        parameter.copy_(initial_weight(decoder.model, name, tuple(parameter.shape), seed))
+        parameter.copy_(initial_weight(section, name, tuple(parameter.shape), seed))
 
 
 def initial_weight(model: Model, name: str, shape: tuple[int, ...], seed: int, into: Tensor | None = None) -> Tensor:

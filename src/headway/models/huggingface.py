@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from headway.data.tokenizer import load_tokenizer
 from headway.errors import DataError, ModelError
-from headway.models.decoder import Decoder
 from headway.recipe import Model
 from headway.recipe.huggingface import read_model
 from headway.state import huggingface as folders
@@ -26,9 +25,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return stored_weights(folder, read_model(folder))
 
 
-def load_into(decoder: Decoder, folder: Path) -> None:
-    """Copy a Hugging Face folder's weights into a decoder of the same shape."""
-    weights = stored_weights(folder, decoder.model)
+def load_into(decoder: nn.Module, folder: Path) -> None:
+    """Copy a Hugging Face folder's weights into a decoder or diffusion transformer of the same shape."""
+    section = decoder.model
+    assert isinstance(section, Model)
+    weights = stored_weights(folder, section)
     with torch.no_grad():
         for name, tensor in decoder.state_dict(keep_vars=True).items():
             tensor.copy_(weights[name])

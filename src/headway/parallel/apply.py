@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from headway.errors import ModelError
 from headway.models import Decoder
+from headway.models.diffusion import Conditioning, DiffusionTransformer, TextStates
 from headway.models.experts import set_loss_scale
 from headway.parallel.collectives import whole
 from headway.parallel.gradients import Missing
@@ -36,7 +37,11 @@ from headway.parallel.layout import (
     stages_of,
 )
 from headway.parallel.objective import (
+    LABEL,
     TEACHER_IDS,
+    TEXT,
+    TEXT_MASK,
+    TIME,
     DeviceBatch,
     DistillationObjective,
     MeasureHead,
@@ -347,6 +352,8 @@ def _set_forward(
             )
             if not stage.first:
                 model.context = WholeSequence(model.context, tensor.size)
+    elif isinstance(model, DiffusionTransformer):
+        forward = partial(_denoised, head, model.forward)
     else:
         forward = partial(_of_tokens, model.forward)
         if stage.last and head is None:
@@ -390,6 +397,23 @@ def _measured(
     """An objective of log-probabilities; `x` may be the stream."""
     batch = DeviceBatch(x, labels, documents, columns)
     return head(scores_of(batch, documents if takes_documents else None), batch)
+
+
+def _denoised(
+    head: MeasureHead | None,
+    plain: Any,
+    x: Tensor,
+    targets: Tensor | None,
+    _: None = None,
+    **columns: Tensor,
+) -> Tensor:
+    """A diffusion model on noised samples; without targets, what it predicts."""
+    text = TextStates(columns[TEXT], columns[TEXT_MASK]) if TEXT in columns else None
+    predicted: Tensor = plain(x, columns[TIME], Conditioning(labels_B=columns.get(LABEL), text=text))
+    if targets is None:
+        return predicted
+    assert head is not None, "diffusion has an objective"
+    return head(predicted, DeviceBatch(x, targets, None, columns))
 
 
 def _scores_of(

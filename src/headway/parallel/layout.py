@@ -11,11 +11,14 @@ from torch import nn
 
 from headway.errors import ModelError
 from headway.models import Decoder
+from headway.models.diffusion import DiffusionTransformer
+from headway.models.diffusion.wan import WideRMSNorm
 from headway.plan.stages import stages_by_cost
 from headway.recipe import ModelLayout, Parallel, Recipe
 
-Cut = Literal["columns", "rows", "vocabulary", "share", "keys"]
-"""How the tensor axis splits a module; `keys` is a projection to fewer heads than workers, which is replicated."""
+Cut = Literal["columns", "rows", "vocabulary", "share", "keys", "features"]
+"""How the tensor axis splits a module; `keys` is a projection to fewer heads than workers, which is replicated;
+`features` a norm over what is split, whose statistics are summed."""
 
 DECODER = ModelLayout(
     blocks="layers",
@@ -37,10 +40,22 @@ DECODER = ModelLayout(
     ),
     whole=("layers.*.attention", "layers.*.mlp"),
 )
+DIFFUSION = ModelLayout(
+    blocks="layers",
+    columns=(
+        *(f"layers.*.{part}.{name}" for part in ("attention", "cross") for name in ("q", "k", "v")),
+        *(f"layers.*.cross.image_{name}" for name in ("k", "v")),
+        "layers.*.mlp.up",
+    ),
+    rows=("layers.*.attention.o", "layers.*.cross.o", "layers.*.mlp.down"),
+)
+BUILT_IN = (DECODER, DIFFUSION)
 
 
 def layout_of(model: nn.Module, stated: ModelLayout | None) -> ModelLayout:
     """Return the layout of a built-in model, or the recipe's."""
+    if isinstance(model, DiffusionTransformer):
+        return DIFFUSION
     return DECODER if isinstance(model, Decoder) else stated or ModelLayout()
 
 
@@ -99,9 +114,12 @@ def cuts_of(model: nn.Module, layout: ModelLayout, size: int) -> TensorCuts:
     cuts = dict[str, Cut]()
     for kind in ("columns", "rows", "vocabulary", "share"):
         for pattern in getattr(layout, kind):
-            cuts |= dict.fromkeys(_matches(model, pattern, modules, kind, optional=layout is DECODER), kind)
+            cuts |= dict.fromkeys(_matches(model, pattern, modules, kind, optional=layout in BUILT_IN), kind)
     if isinstance(model, Decoder) and model.model.kv_heads % size:
         cuts |= {name: "keys" for name in cuts if name.endswith((".attention.k", ".attention.v"))}
+    if isinstance(model, DiffusionTransformer):
+        _check_heads(model, size)
+        cuts |= {name: "features" for name, module in modules.items() if isinstance(module, WideRMSNorm)}
     gathered = frozenset(n for pattern in layout.whole for n in _matches(model, pattern, modules, "whole"))
     heads = model.model.kv_heads if isinstance(model, Decoder) else 0
     tensor_cuts = TensorCuts(cuts, gathered, tuple(_divided(model, layout, modules, size)), heads)
@@ -152,7 +170,7 @@ def explain_shapes(model: nn.Module, cuts: TensorCuts, error: RuntimeError) -> M
 
 
 def _check_shape(module: nn.Module, name: str, cut: Cut, size: int) -> None:
-    if cut in ("share", "keys"):
+    if cut in ("share", "keys", "features"):
         return
     weight = getattr(module, "weight", None)
     if weight is None or weight.ndim != 2 or (cut != "vocabulary" and not isinstance(module, nn.Linear)):
@@ -169,6 +187,12 @@ def _check_shape(module: nn.Module, name: str, cut: Cut, size: int) -> None:
     elif length % size:
         side = "inputs" if cut == "rows" else "outputs"
         raise ModelError(f"tensor {size} does not divide the {length} {side} of {name}", hint=_divisors(length))
+
+
+def _check_heads(model: DiffusionTransformer, size: int) -> None:
+    heads = model.model.heads
+    if heads % size:
+        raise ModelError(f"tensor {size} does not divide the {heads} heads of {_class(model)}", hint=_divisors(heads))
 
 
 def _divisors(length: int) -> str:
@@ -238,6 +262,11 @@ def stages_of(model: nn.Module, layout: ModelLayout, parallel: Parallel, ranks: 
 def check_pipeline(model: nn.Module, layout: ModelLayout, counts: Iterable[int]) -> None:
     """Raise ModelError if a model cannot be split into stages of these numbers of blocks."""
     counts = tuple(counts)
+    if layout is DIFFUSION:
+        raise ModelError(
+            f"a pipeline of {len(counts)} stages, but diffusion transformers have no pipeline axis",
+            hint="use replicate, shard or tensor axes",
+        )
     if layout.blocks is None:
         raise ModelError(
             f"a pipeline of {len(counts)} stages, but model.layout does not say where to split {_class(model)}",
@@ -258,7 +287,7 @@ def check_pipeline(model: nn.Module, layout: ModelLayout, counts: Iterable[int])
     placed = {name}
     for kind in ("first", "last"):
         for pattern in getattr(layout, kind):
-            placed |= {*_matches(model, pattern, modules, kind, optional=layout is DECODER)}
+            placed |= {*_matches(model, pattern, modules, kind, optional=layout in BUILT_IN)}
     both = {*named(model, layout.first)} & {*named(model, layout.last)}
     if both:
         raise ModelError(f"model.layout has {min(both)} in both first and last")

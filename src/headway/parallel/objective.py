@@ -19,9 +19,9 @@ class DeviceBatch:
     """This worker's rows of one step, or some of them."""
 
     inputs: Tensor
-    """[rows, seq]"""
+    """[rows, seq]; of diffusion, noised samples [rows, channels, frames, height, width]."""
     labels: Tensor
-    """[rows, seq]; IGNORED where nothing is predicted."""
+    """[rows, seq]; IGNORED where nothing is predicted. Of diffusion, what is to be predicted, shaped as the inputs."""
     documents: Tensor | None = None
     """[rows, seq], int32: the document of each input within its row; None if attention does not use it."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class DeviceBatch:
 
 
 class Objective(Protocol):
-    """Per-token log-probabilities to named sums."""
+    """Per-token log-probabilities, or a diffusion model's predictions, to named sums."""
 
     names: tuple[str, ...]
     """Of the sums, those that make up the loss first."""
@@ -66,6 +66,9 @@ class PolicyObjective(Objective):
     wants_entropy: bool
 
 
+TIME, LABEL, TEXT, TEXT_MASK = "time", "label", "text", "text_mask"
+"""Columns of noised samples: when on the path from data (0) to noise (1) they are [rows], their class [rows], and the
+states of their caption [rows, tokens, width] with a mask of those that are not padding."""
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
 """Columns of a teacher: its likeliest tokens [rows, seq, K], and log-probabilities, the last of all other tokens."""
 

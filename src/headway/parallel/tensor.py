@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from headway.models.layers import RMSNorm
 from headway.parallel.collectives import copied, gathered, scattered, summed
 from headway.parallel.layout import Cut, TensorCuts
 from headway.parallel.local_part import to_local
@@ -65,7 +66,7 @@ def _cut_of(name: str, cuts: TensorCuts) -> Cut | None:
 
 
 def _placement(cut: Cut | None, key: str) -> Placement:
-    if cut in ("columns", "vocabulary"):
+    if cut in ("columns", "vocabulary", "features"):
         return Replicate() if key == A else Shard(0)
     return Shard(1) if cut == "rows" and key in ("weight", A) else Replicate()
 
@@ -99,7 +100,10 @@ def _cut_forward(module: nn.Module, name: str, cut: Cut | None, cuts: TensorCuts
         return
     local_parameters = partial(_own_head, cuts.key_heads, axis) if cut == "keys" else _local
     forward: Forward = partial(_on_local, module, module.forward, local_parameters)
-    if cut == "rows":
+    if cut == "features":
+        assert isinstance(module, RMSNorm), "other norms need other statistics"
+        forward = partial(_on_local, module, partial(_norm_of_share, module, axis), _local)
+    elif cut == "rows":
         forward = partial(_rows, module, module.forward, _leave(cuts, axis))
     elif cut == "vocabulary" and isinstance(module, nn.Embedding):
         forward = partial(_embed, forward, share_of(module.weight.shape[0], axis), _leave(cuts, axis))
@@ -133,6 +137,15 @@ def _rows(module: nn.Module, plain: Forward, leave: Callable[[Tensor], Tensor], 
 
     y = leave(_on_local(module, plain, without_bias, x))
     return y if bias is None else y + to_local(bias)
+
+
+def _norm_of_share(module: RMSNorm, axis: Axis, x: Tensor) -> Tensor:
+    """RMSNorm over features that are split: the sum of squares is that of all shares, and so is its gradient."""
+    assert axis.group is not None, "an axis of one place cuts nothing"
+    own = x.float()
+    squares = copied(summed(own.square().sum(dim=-1, keepdim=True), axis.group), axis.group)
+    normal = own * torch.rsqrt(squares / (x.shape[-1] * axis.size) + module.eps)
+    return normal.to(x.dtype) * module.weight.to(x.dtype)
 
 
 def _embed(

@@ -1,13 +1,14 @@
-"""The weight matrices of a decoder's layers, as the cost model counts them."""
+"""The weight matrices of a model's layers, as the cost model counts them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from headway.recipe.architecture import Architecture, ExpertShape, LatentAttention
+from headway.recipe.architecture import Architecture, DiffusionShape, ExpertShape, LatentAttention
 
 __all__ = [
     "Architecture",
+    "DiffusionShape",
     "ExpertShape",
     "LatentAttention",
     "Matrix",
@@ -35,6 +36,13 @@ class Matrix:
     """One per expert."""
     uses: int = 1
     """Copies that each token uses."""
+    rows: int | None = None
+    """Rows per sample that it is multiplied with; None for the sample's tokens."""
+
+    @property
+    def size(self) -> int:
+        """Weights of one copy."""
+        return self.inputs * self.outputs
 
 
 def layer_kinds(arch: Architecture) -> Iterator[tuple[bool, int]]:
@@ -50,7 +58,7 @@ def layer_kinds(arch: Architecture) -> Iterator[tuple[bool, int]]:
 def layer_matrices(arch: Architecture, with_experts: bool) -> tuple[Matrix, ...]:
     """Every matrix of a layer, in the order of the forward pass."""
     feed_forward = _experts(arch) if with_experts else _feed_forward(arch, "mlp", arch.hidden)
-    return (*_attention(arch), *feed_forward)
+    return (*_attention(arch), *(_conditioned(arch, arch.diffusion) if arch.diffusion else ()), *feed_forward)
 
 
 def _attention(arch: Architecture) -> tuple[Matrix, ...]:
@@ -73,6 +81,42 @@ def _attention(arch: Architecture) -> tuple[Matrix, ...]:
         Matrix("attention.kv_up", latent.kv_rank, keys, "outputs"),
         out,
     )  # fmt: skip
+
+
+def _conditioned(arch: Architecture, shape: DiffusionShape) -> tuple[Matrix, ...]:
+    """What a layer of a diffusion transformer has for its condition: modulation, and attention to text and image."""
+    dim, matrices = arch.dim, list[Matrix]()
+    if shape.modulates_layers:
+        matrices.append(Matrix("modulation", dim, 6 * dim, "", rows=1))
+    if shape.text_tokens:
+        matrices.append(Matrix("cross.q", dim, dim, "outputs"))
+        matrices.append(Matrix("cross.kv", dim, 2 * dim, "outputs", rows=shape.text_tokens))
+        if shape.image_tokens:
+            matrices.append(Matrix("cross.image_kv", dim, 2 * dim, "outputs", rows=shape.image_tokens))
+        matrices.append(Matrix("cross.o", dim, dim, "inputs"))
+    return tuple(matrices)
+
+
+@lru_cache(maxsize=1024)
+def outer_matrices(arch: Architecture) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...]]:
+    """Every matrix of a diffusion transformer before and after its layers; none is split."""
+    shape, dim = arch.diffusion, arch.dim
+    assert shape is not None, "a decoder has an embedding and a head"
+
+    def maps(name: str, inputs: int, hidden: int, rows: int) -> list[Matrix]:
+        return [Matrix(f"{name}.up", inputs, hidden, "", rows=rows), Matrix(f"{name}.down", hidden, dim, "", rows=rows)]
+
+    first = [Matrix("patch", shape.inputs, dim, ""), *maps("time", shape.time_features, dim, 1)]
+    last = [Matrix("head.out", dim, shape.outputs, "")]
+    if shape.modulates_layers:
+        last.insert(0, Matrix("head.modulation", dim, 2 * dim, "", rows=1))
+    else:
+        first.append(Matrix("time.out", dim, 6 * dim, "", rows=1))
+    if shape.text_tokens:
+        first += maps("text", shape.text_dim, dim, shape.text_tokens)
+    if shape.image_tokens:
+        first += maps("image", shape.image_dim, shape.image_dim, shape.image_tokens)
+    return tuple(first), tuple(last)
 
 
 def _feed_forward(arch: Architecture, name: str, hidden: int, copies: int = 1, uses: int = 1) -> tuple[Matrix, ...]:

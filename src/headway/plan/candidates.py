@@ -107,7 +107,7 @@ def _meshes(task: TrainingTask, cluster: Cluster, choices: SearchSpace, context:
     axes = choices.limits.axes if choices.limits is not None else AXES
     arch, node_devices = task.architecture, cluster.levels[0].devices if cluster.levels else 1
     most_tensor = (choices.max_tensor or node_devices) if "tensor" in axes else 1
-    most_stages = arch.layers if "pipeline" in axes else 1
+    most_stages = arch.layers if "pipeline" in axes and arch.diffusion is None else 1
     most_context = max(1, task.seq // LEAST_SHARE) if context and "context" in axes else 1
     for tensor in divisors(cluster.devices, most_tensor):
         for pipeline in divisors(cluster.devices // tensor, most_stages):

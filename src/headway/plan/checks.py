@@ -31,6 +31,11 @@ def _conflicts(arch: Architecture, settings: Settings, cluster: Cluster) -> Iter
     mesh = settings.mesh
     if mesh.devices != cluster.devices:
         yield _devices(mesh, cluster)
+    if arch.diffusion is not None and mesh.pipeline > 1:
+        yield (
+            f"pipeline {mesh.pipeline}: diffusion transformers have no pipeline axis",
+            "use replicate, shard or tensor",
+        )
     if mesh.tensor > 1:
         yield from _tensor(arch, settings)
     if mesh.context > 1 and settings.seq % mesh.context:
@@ -65,7 +70,7 @@ def _tensor(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
     for message in _heads(arch, size):
         sizes = [str(n) for n in divisors(arch.heads) if not list(_heads(arch, n))]
         yield message, f"tensor may be {', '.join(sizes)}"
-    if settings.software.sequence_parallel and tokens % size:
+    if settings.software.sequence_parallel and arch.diffusion is None and tokens % size:
         shared = f"sequences of {settings.seq} tokens" + (
             f" over context {settings.mesh.context}" if tokens != settings.seq else ""
         )

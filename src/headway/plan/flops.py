@@ -1,4 +1,4 @@
-"""Parameters of a decoder, and model FLOPs per token of training.
+"""Parameters of a model, and model FLOPs per token of training.
 
 Model FLOPs count a multiply-add per weight of each GEMM in the forward pass and twice that in the backward pass;
 recomputation does not count, and of experts only the active ones do.
@@ -6,6 +6,7 @@ recomputation does not count, and of experts only the active ones do.
 
 from functools import lru_cache
 
+from headway.plan import diffusion
 from headway.plan.architecture import Architecture, layer_kinds, layer_matrices
 
 
@@ -22,6 +23,8 @@ def active_parameters(arch: Architecture) -> int:
 
 
 def _outside_layers(arch: Architecture) -> int:
+    if arch.diffusion is not None:
+        return diffusion.outer_parameters(arch)
     tables = arch.vocab * arch.dim * (1 if arch.tied else 2) + arch.positions * arch.dim
     return tables + arch.dim * (2 if arch.layer_norm else 1)
 
@@ -29,6 +32,8 @@ def _outside_layers(arch: Architecture) -> int:
 @lru_cache(maxsize=1024)
 def layer_parameters(arch: Architecture, with_experts: bool, active: bool = False) -> int:
     """Parameters of a layer: matrices, biases and norms; with `active`, only the experts that a token uses."""
+    if arch.diffusion is not None:
+        return diffusion.layer_parameters(arch)
     count = sum(
         matrix.inputs * matrix.outputs * (matrix.uses if active else matrix.copies)
         for matrix in layer_matrices(arch, with_experts)
@@ -88,12 +93,23 @@ def matmul_parameters(arch: Architecture) -> int:
 
 def flops_per_token(arch: Architecture, seq: int) -> int:
     """Model FLOPs per token of training in sequences of `seq`; causal attention counts half."""
+    if arch.diffusion is not None:
+        return round(diffusion.flops_per_sample(arch, seq) / seq)
     return 6 * matmul_parameters(arch) + 3 * _attention_products(arch, seq)
 
 
 def flops_per_token_full_attention(arch: Architecture, seq: int) -> int:
     """The same with attention counted as non-causal, the convention of many published figures."""
+    if arch.diffusion is not None:
+        return flops_per_token(arch, seq)
     return 6 * matmul_parameters(arch) + 6 * _attention_products(arch, seq)
+
+
+def weight_gradient_flops(arch: Architecture, seq: int) -> int:
+    """FLOPs per token of the gradients of all matrices, which a frozen base does not have."""
+    if arch.diffusion is not None:
+        return round(diffusion.matmul_flops(arch, seq) / seq)
+    return 2 * matmul_parameters(arch)
 
 
 def _attention_products(arch: Architecture, seq: int) -> int:

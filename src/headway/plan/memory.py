@@ -88,6 +88,10 @@ def activation_bytes(
     width = arch.heads * (arch.head_dim + arch.value_dim) / split
     keys = max(1.0, arch.kv_heads / split) * (arch.head_dim + arch.value_dim)
     per_token += 2 * (width + keys) + (2 * (arch.heads / split * arch.head_dim + keys / 2) if arch.qk_norm else 0)
+    if arch.diffusion is not None and arch.diffusion.text_tokens:
+        # cross-attention: its norm, queries and output, and keys and values of the text
+        others = arch.diffusion.text_tokens + arch.diffusion.image_tokens
+        per_token += arch.dim * (stream + copies + 2 * (2 + 2 * others / shape.seq) / split)
     if software.attention == "unfused":
         per_token += (5 if software.dropout else 2) * arch.heads / split * shape.seq
     inner = (8 if eager else 4 + low) if arch.gated else 2 + low

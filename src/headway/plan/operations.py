@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from headway.plan.architecture import Architecture, Matrix, layer_matrices
+from headway.plan.architecture import Architecture, Matrix, layer_matrices, outer_matrices
 from headway.plan.flops import attended_share
 from headway.plan.settings import LOW, MicrobatchShape, Software
 
@@ -86,7 +86,7 @@ def _split(matrix: Matrix, shape: MicrobatchShape) -> tuple[float, float, float,
     inputs = matrix.inputs / (shape.tensor if matrix.split == "inputs" else 1)
     outputs = matrix.outputs / (shape.tensor if matrix.split == "outputs" else 1)
     if matrix.copies == 1:
-        return shape.tokens, inputs, outputs, 1
+        return shape.tokens if matrix.rows is None else shape.sequences * matrix.rows, inputs, outputs, 1
     # Experts are not split; the tensor axis splits their tokens instead.
     local = max(1.0, matrix.copies / shape.expert)
     tokens = shape.tokens / shape.tensor * matrix.uses / local * shape.imbalance
@@ -125,7 +125,7 @@ def _cast(matrix: Matrix, shape: MicrobatchShape) -> Iterator[Operation]:
 
 
 def _attention(arch: Architecture, shape: MicrobatchShape, software: Software) -> Iterator[Operation]:
-    """Attention: causal kernels skip what is masked, unfused GEMMs do not."""
+    """Attention: causal kernels skip what is masked, unfused GEMMs do not. Diffusion transformers mask nothing."""
     heads = arch.heads / shape.tensor
     pairs = shape.tokens * shape.seq * heads
     flops = 2.0 * pairs * (arch.head_dim + arch.value_dim)
@@ -133,7 +133,12 @@ def _attention(arch: Architecture, shape: MicrobatchShape, software: Software) -
     keys = shape.tokens * max(1.0, arch.kv_heads / shape.tensor) * (arch.head_dim + arch.value_dim)
     moved = BF16 * (queries + keys * shape.context)
     if software.attention != "unfused":
-        flops *= attended_share(arch, shape.seq) / 2
+        if arch.diffusion is None:
+            flops *= attended_share(arch, shape.seq) / 2
+        elif arch.diffusion.text_tokens:
+            others = arch.diffusion.text_tokens + arch.diffusion.image_tokens
+            flops *= 1 + others / shape.seq
+            moved += BF16 * (queries + shape.sequences * others * heads * 2 * arch.head_dim)
         for phase, times in _PASSES:
             yield Operation(
                 "attention.core", "attention", phase, times * flops, times * moved, precision=shape.high_precision,
@@ -157,6 +162,8 @@ def _elementwise(
     """Memory-bound kernels: norms, residuals, RoPE, activations, dropout, routing."""
     stream = shape.tokens * arch.dim / (shape.tensor if software.sequence_parallel else 1)
     forward, backward = _stream_bytes(arch, software)
+    if arch.diffusion is not None and arch.diffusion.text_tokens:  # cross-attention is a third branch of two
+        forward, backward = 1.5 * forward, 1.5 * backward
     yield from _memory("norms and residuals", stream * forward, stream * backward, software, 4)
     if software.dropout:
         yield from _memory("dropout", stream * 4, stream * 6, software, 2)
@@ -220,6 +227,8 @@ def _activation(name: str, arch: Architecture, elements: float, software: Softwa
 def head_operations(arch: Architecture, shape: MicrobatchShape, software: Software) -> tuple[Part, Part]:
     """The operations of the embedding, and of final norm, head and loss."""
     stream = shape.tokens * arch.dim * BF16
+    if arch.diffusion is not None:
+        return _outer_operations(arch, shape, software)
     embed = [Operation("embedding", "memory", "forward", bytes=2 * stream)]
     embed += [Operation("embedding", "memory", "weight_grad", bytes=4 * stream)]
     if arch.positions:
@@ -235,6 +244,19 @@ def head_operations(arch: Architecture, shape: MicrobatchShape, software: Softwa
     head.append(Operation("loss", "memory", "forward", bytes=head_bytes, kernels=4))
     head.append(Operation("loss", "memory", "input_grad", bytes=head_bytes, kernels=4))
     return tuple(_widened(embed, shape)), tuple(_widened(head, shape))
+
+
+def _outer_operations(arch: Architecture, shape: MicrobatchShape, software: Software) -> tuple[Part, Part]:
+    """The same of a diffusion transformer: patches, time, text and image, and the head; its loss is small."""
+    parts = []
+    for matrices in outer_matrices(arch):
+        operations = [operation for matrix in matrices for operation in _gemms(matrix, shape)]
+        operations += [cast for matrix in matrices for cast in _cast(matrix, shape) if software.casts_weights]
+        parts.append(operations)
+    stream = shape.tokens * arch.dim * BF16
+    parts[0] += _memory("positions", stream * 2, stream, software, 1)
+    parts[1] += _memory("final norm", stream * 2, stream * 3, software, 1)
+    return tuple(_widened(parts[0], shape)), tuple(_widened(parts[1], shape))
 
 
 def optimizer_bytes(software: Software) -> float:

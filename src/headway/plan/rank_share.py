@@ -5,6 +5,7 @@ ranks are replicated, and their gradients are reduced once per step. The first p
 last the final norm and head; a tied table is on both.
 """
 
+from headway.plan import diffusion
 from headway.plan.architecture import Architecture
 from headway.plan.settings import Settings
 from headway.plan.stages import blocks_of_ranks
@@ -22,6 +23,9 @@ def worker_blocks(arch: Architecture, settings: Settings, rank: int) -> int:
 
 def block_parameters(arch: Architecture, tensor: int) -> int:
     """Parameters of a block per tensor rank."""
+    if arch.diffusion is not None:
+        share, whole = diffusion.layer_counts(arch)
+        return share // tensor + whole
     queries = arch.heads * arch.head_dim
     split = arch.dim * queries + queries * arch.dim + (queries if arch.qkv_bias else 0)
     inner = arch.hidden * (2 if arch.gated else 1)
@@ -33,6 +37,8 @@ def block_parameters(arch: Architecture, tensor: int) -> int:
 
 def summed_parameters(arch: Architecture, tensor: int) -> int:
     """Parameters of a block that every tensor rank replicates, so that their gradients are reduced."""
+    if arch.diffusion is not None:
+        return 0  # every rank sees all tokens, and has their whole gradients
     return _norms(arch) + _row_biases(arch) + (_keys(arch) if arch.kv_heads % tensor else 0)
 
 
@@ -61,6 +67,8 @@ def table_parameters(arch: Architecture, tensor: int) -> int:
 
 def rest_parameters(arch: Architecture, settings: Settings, rank: int) -> int:
     """Parameters of a pipeline rank outside of blocks: embedding, final norm, head."""
+    if arch.diffusion is not None:
+        return diffusion.outer_parameters(arch)
     ranks, table = settings.mesh.pipeline, table_parameters(arch, settings.mesh.tensor)
     count = table + arch.positions * arch.dim if rank == 0 else 0
     if rank == ranks - 1:

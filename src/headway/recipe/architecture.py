@@ -1,4 +1,4 @@
-"""The architecture of a decoder, as far as it determines cost: dense or MoE, grouped-query or latent attention.
+"""The architecture of a model, as far as it determines cost: dense or MoE, grouped-query or latent attention.
 
 Every family provides it (`Model.architecture`), as does each row of the table of published runs.
 """
@@ -37,8 +37,36 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class DiffusionShape:
+    """What a diffusion transformer has besides attention among its patches and a feed-forward."""
+
+    inputs: int
+    """Numbers of a patch of the input."""
+    outputs: int
+    """Numbers of a patch of the output."""
+    time_features: int
+    classes: int = 0
+    """Rows of the class embedding."""
+    text_tokens: int = 0
+    """Tokens of a text that every patch attends to."""
+    text_dim: int = 0
+    """Width of the text encoder's output."""
+    image_tokens: int = 0
+    """Embeddings of an image that every patch attends to."""
+    image_dim: int = 0
+    """Width of these embeddings."""
+    image_positions: int = 0
+    """Learned positions of these embeddings."""
+    cross_norm: bool = False
+    """A norm with weights before cross-attention."""
+    modulates_layers: bool = True
+    """A matrix in each layer makes its shifts, scales and gates from the condition; otherwise one matrix for all layers
+    and a table in each."""
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """The dimensions of a decoder."""
+    """The dimensions of a decoder, or of a diffusion transformer."""
 
     layers: int
     dim: int
@@ -75,6 +103,8 @@ class Architecture:
     """Number of layers with a sliding window."""
     experts: ExpertShape | None = None
     latent: LatentAttention | None = None
+    diffusion: DiffusionShape | None = None
+    """Of a diffusion transformer, whose tokens are patches and whose attention is not causal."""
 
     @property
     def value_dim(self) -> int:

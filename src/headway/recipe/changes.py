@@ -8,6 +8,7 @@ from typing import Any
 from headway.errors import RecipeError
 from headway.recipe.load import leaves
 from headway.recipe.model import ModelLayout
+from headway.recipe.sample_settings import SampleGrid
 from headway.recipe.schema import Checkpoint, Eval, Health, Parallel, Recipe, Store
 
 CHANGEABLE = {
@@ -44,8 +45,10 @@ CHANGEABLE = {
     "inference.exact": "same gradients up to rounding",
     "data.path": "the folder may move; its version must stay",
     "data.mixture.*.path": "the folder may move; its version must stay",
+    "data.media.decoders": "the same samples, decoded elsewhere",
     "data.skip": "only future steps see other samples",
     **{f"eval.{key}": "measurement only" for key in Eval.model_fields},
+    **{f"eval.samples.{key}": "measurement only" for key in SampleGrid.model_fields},
     **{f"checkpoint.{key}": "durability only" for key in Checkpoint.model_fields},
     **{f"checkpoint.store.{key}": "durability only" for key in Store.model_fields},
     "callbacks": "told about steps, changes none",

@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from headway.recipe.media import Media
 from headway.recipe.section import NotNegative, Positive, Section
 
 Weight = Annotated[float, Field(ge=0, le=1e9)]
@@ -83,8 +84,10 @@ def _check_skip_ranges(skip: tuple[tuple[int, int], ...]) -> tuple[tuple[int, in
 
 
 class Data(Section):
-    """The dataset, and how it is cut into sequences."""
+    """The dataset, and how it is cut into sequences, or of images and video into samples."""
 
+    kind: Literal["text", "image", "video"] = "text"
+    """What the dataset holds: text (chats included), images or video."""
     path: str | None = None
     """Folder made by `headway data build`."""
     mixture: dict[Name, MixturePart] = Field(default_factory=dict)
@@ -108,16 +111,23 @@ class Data(Section):
     """Samples to skip, as [first, end) ranges of sample numbers in the run. A step whose batch would touch some of them
     starts after them; of prompts, exactly these are skipped."""
 
+    media: Media | None = None
+    """Of images and video: sizes, frames and captions of samples."""
+
     @model_validator(mode="before")
     @classmethod
     def _named(cls, values: Any) -> Any:
-        """Turn a list of datasets into a table, named after their folders where they have no name."""
+        """Turn a list of datasets into a table, named after their folders where they have no name; show the defaults of
+        media."""
         if isinstance(values, Mapping) and isinstance(values.get("mixture"), list | tuple):
-            return {**values, "mixture": _by_name(values["mixture"])}
+            values = {**values, "mixture": _by_name(values["mixture"])}
+        if isinstance(values, Mapping) and values.get("kind") in ("image", "video") and values.get("media") is None:
+            values = {**values, "media": {}}
         return values
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        self._check_media()
         if self.path is None and not self.mixture:
             raise PydanticCustomError("missing", "data.path is missing")
         if self.path is not None and self.mixture:
@@ -127,11 +137,21 @@ class Data(Section):
                 raise ValueError(f"all weights of the mixture are 0 from step {step} on")
         return self
 
+    def _check_media(self) -> None:
+        if self.kind == "text":
+            if self.media is not None:
+                raise ValueError("media is for images and video: set kind")
+            return
+        if self.mixture:
+            raise ValueError(f"a mixture is of text; kind is {self.kind}")
+        if self.kind == "image" and self.media is not None and self.media.frames != (1,):
+            raise ValueError("media.frames is for video; an image is one frame")
+
     @model_serializer(mode="wrap")
     def _without_unused_key(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize `path` or `mixture`, whichever is used."""
-        unused = "path" if self.mixture else "mixture"
-        return {key: value for key, value in handler(self).items() if key != unused}
+        """Serialize `path` or `mixture`, whichever is used, and of text nothing about media."""
+        unused = {"path" if self.mixture else "mixture", *(("kind", "media") if self.kind == "text" else ())}
+        return {key: value for key, value in handler(self).items() if key not in unused}
 
     @property
     def changes(self) -> list[int]:

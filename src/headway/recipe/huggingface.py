@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ModelError
-from headway.recipe.families import MODEL_TYPES
+from headway.recipe.families import DIFFUSERS, MODEL_TYPES
 from headway.recipe.model import Config, Model
 
 CLASSIFIER = "ForSequenceClassification"
@@ -47,6 +47,8 @@ def read_model(folder: Path) -> Model:
 def model_from_config(config: Config) -> Model:
     """Return the model section for a config.json; raise ModelError for unsupported settings."""
     kind = config.get("model_type")
+    if kind is None and config.get("_class_name") in DIFFUSERS:
+        return DIFFUSERS[config["_class_name"]].from_config(config)
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise _unknown(config)
     model = MODEL_TYPES[kind].from_config(config)

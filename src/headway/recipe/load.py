@@ -16,7 +16,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from headway.errors import RecipeError, suggest, what_is_wrong
-from headway.recipe.families import FAMILIES, MODEL_TYPES, families_with
+from headway.recipe.families import MODEL_TYPES, families_with, family_names
 from headway.recipe.objective import KINDS
 from headway.recipe.schema import Recipe
 
@@ -292,7 +292,7 @@ def _explain(
         name = str(first["input"])
         from_folder = f"model.init takes a Hugging Face folder of a {name}" if name in MODEL_TYPES else None
         return RecipeError(
-            f"{origin}: unknown model.family {name!r}", hint=from_folder or suggest(name, FAMILIES, LIST_ALL)
+            f"{origin}: unknown model.family {name!r}", hint=from_folder or suggest(name, family_names(), LIST_ALL)
         )
     if key == "objective.kind":
         kind = str(first["input"])

@@ -88,12 +88,14 @@ class HfTensor:
     name: str
     """Its name in the folder."""
     headway_names: tuple[str, ...]
-    form: Literal["same", "rows", "transposed", "heads", "expert", "experts-transposed", "experts-paired"] = "same"
+    form: Literal["same", "rows", "transposed", "heads", "expert", "experts-transposed", "experts-paired", "copy"] = (
+        "same"
+    )
     """same: one Headway tensor as it is. rows: several, concatenated by rows. transposed: the transpose of that. heads:
     several, interleaved by head. expert: one slice of a stack. experts-transposed: every slice transposed.
-    experts-paired: that of two stacks, with alternating columns."""
+    experts-paired: that of two stacks, with alternating columns. copy: one of several equal copies."""
     index: int = 0
-    """Index of the slice, or number of heads."""
+    """Index of the slice or copy, or number of heads."""
     rows: tuple[int, ...] = ()
     """rows, transposed: number of rows of each Headway tensor."""
 
@@ -129,6 +131,8 @@ class Model(Section):
     """Patterns of tensor names in older folders, and their replacement."""
     FOLLOWS: ClassVar[str] = r".*\.rotary_emb\.inv_freq"
     """A pattern of tensors in folders that are derived from the config and ignored."""
+    ABSENT: ClassVar[frozenset[str]] = frozenset()
+    """Common keys that the family does not have."""
 
     class_: Annotated[str, Field(pattern=OWN_NAME)] | None = Field(default=None, alias="class")
     """A custom model class, as package.module:Class: a torch module from tokens [B, L] to logits [B, L, V]."""
@@ -208,6 +212,7 @@ class Model(Section):
         """Serialize only fields that apply to this kind of model, by their names in files."""
         values = {"class" if key == "class_" else key: value for key, value in handler(self).items()}
         given = {key: value for key, value in values.items() if _applies(key, self.class_ is not None)}
+        given = {key: value for key, value in given.items() if key not in self.ABSENT}
         return given if self.reward else {key: value for key, value in given.items() if key != "reward"}
 
     # -- implemented by families
@@ -337,6 +342,9 @@ def _check_keys(kind: type[Model], values: dict[str, Any]) -> dict[str, Any]:
     custom = given.get("class") is not None
     for key in kind.model_fields:
         value = given.get(key)
+        if key in kind.ABSENT and value is not None:
+            why = str(kind.model_fields["family"].default)
+            raise PydanticCustomError("at_key", "model.{key} does not apply to {why}", {"key": key, "why": why})
         if key == "class_" or value in (None, {}) or _applies(key, custom) or (custom and key == "family"):
             continue
         why = "a custom class: put it into model.args" if custom else "a decoder: set model.class for a custom one"

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
+from headway.recipe.diffusion import Ddpm, Flow
 from headway.recipe.own_code import OWN_NAME
 from headway.recipe.policy import PRESETS, PolicyGradient
 from headway.recipe.section import Section
@@ -129,6 +130,8 @@ KINDS: dict[str, type[Section]] = {
     "kto": Kto,
     "reward": Reward,
     "distill": Distill,
+    "flow": Flow,
+    "ddpm": Ddpm,
     "custom": CustomObjective,
     **dict.fromkeys(PRESETS, PolicyGradient),
 }
@@ -142,7 +145,9 @@ def _tag(values: Any) -> str:
 
 
 if TYPE_CHECKING:
-    AnyObjective = Pretrain | Sft | Dpo | Orpo | SimPo | Kto | Reward | Distill | CustomObjective | PolicyGradient
+    AnyObjective = (
+        Pretrain | Sft | Dpo | Orpo | SimPo | Kto | Reward | Distill | Flow | Ddpm | CustomObjective | PolicyGradient
+    )
 else:
     AnyObjective = Annotated[
         Union[tuple(Annotated[section, Tag(kind)] for kind, section in KINDS.items())],  # noqa: UP007

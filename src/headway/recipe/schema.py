@@ -11,7 +11,9 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from pydantic_core import PydanticCustomError
 
 from headway.recipe.data import Data
+from headway.recipe.diffusion import DiffusionObjective
 from headway.recipe.families import AnyModel
+from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.families.llama import Llama
 from headway.recipe.inference import Inference
 from headway.recipe.lora import Lora
@@ -19,6 +21,7 @@ from headway.recipe.objective import AnyObjective, Distill, Pretrain, Reward
 from headway.recipe.own_code import OWN_NAME
 from headway.recipe.policy import PolicyGradient, derived_correction
 from headway.recipe.rl import Rl
+from headway.recipe.sample_settings import SampleGrid
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 from headway.recipe.train import Train
 
@@ -80,6 +83,8 @@ class Eval(Section):
     """Ask only the first N questions of each task."""
     tasks_data: str | None = None
     """Folder of the data of named tasks."""
+    samples: SampleGrid | None = None
+    """Images or video to generate with a diffusion model."""
 
 
 class Store(Section):
@@ -218,7 +223,44 @@ class Recipe(Section):
         if isinstance(self.objective, Distill) and self.model.class_ is not None:
             raise ValueError("objective distill needs one of Headway's decoders, not model.class")
         _check_rl(self)
+        _check_diffusion(self)
         return self
+
+
+def _check_diffusion(recipe: Recipe) -> None:
+    """Raise for settings that diffusion needs or excludes."""
+    objective, model, kind = recipe.objective, recipe.model, recipe.data.kind
+    if not isinstance(objective, DiffusionObjective):
+        if isinstance(model, DiffusionModel):
+            wrong, hint = (
+                f"model.family {model.family} needs a diffusion objective",
+                "--set objective.kind=flow, or ddpm",
+            )
+            raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
+        if kind != "text":
+            raise ValueError(f"data.kind is {kind}, but objective {objective.kind} is for text")
+        if recipe.eval.samples is not None:
+            raise ValueError(f"[eval.samples] has no effect with objective {objective.kind}")
+        return
+    if not isinstance(model, DiffusionModel):
+        wrong, hint = (
+            f"objective {objective.kind} needs a diffusion model, not {model.family}",
+            "--set model.family=dit",
+        )
+        raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
+    if kind == "text":
+        wrong, hint = f"objective {objective.kind} needs images or video", "--set data.kind=image, or video"
+        raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
+    if recipe.eval.tasks:
+        raise ValueError("eval.tasks needs a model that predicts tokens: leave it out")
+    if recipe.parallel is not None and recipe.parallel.pipeline > 1:
+        raise ValueError("a diffusion model has no pipeline axis: use shard, replicate and tensor axes")
+    samples = recipe.eval.samples
+    allowed = ("euler", "heun") if objective.kind == "flow" else ("ddim", "ancestral")
+    if samples is not None and samples.sampler not in (None, *allowed):
+        raise ValueError(f"eval.samples.sampler is {samples.sampler}, but {objective.kind} has {' and '.join(allowed)}")
+    if samples is not None and samples.prompts and model.conditioning == "class":
+        raise ValueError("eval.samples.prompts has no effect with model.conditioning = class")
 
 
 def _check_rl(recipe: Recipe) -> None:

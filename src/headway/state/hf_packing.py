@@ -20,7 +20,7 @@ def packed_shape(form: HfTensor, headway_shapes: Mapping[str, Shape]) -> Shape:
     shapes = [headway_shapes[name] for name in form.headway_names]
     first = shapes[0]
     match form.form:
-        case "same":
+        case "same" | "copy":
             return first
         case "expert":
             return first[1:]
@@ -37,7 +37,7 @@ def packed_shape(form: HfTensor, headway_shapes: Mapping[str, Shape]) -> Shape:
 def pack(form: HfTensor, headway: Sequence[Bits]) -> Bits:
     """Build a Hugging Face tensor from the Headway tensors that it holds."""
     match form.form:
-        case "same":
+        case "same" | "copy":
             return headway[0]
         case "expert":
             return np.asarray(headway[0][form.index])
@@ -58,7 +58,7 @@ def pack(form: HfTensor, headway: Sequence[Bits]) -> Bits:
 def unpack(form: HfTensor, packed: Bits, which: int) -> Bits:
     """Extract Headway tensor number `which` from a Hugging Face tensor; its parts are rows or of equal size."""
     match form.form:
-        case "same":
+        case "same" | "copy":
             return packed
         case "rows":
             return packed[_rows(form, which)]

@@ -21,6 +21,7 @@ import numpy as np
 
 from headway.errors import ModelError, StateError
 from headway.recipe import Model
+from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.huggingface import reward_config
 from headway.recipe.model import HfTensor
 from headway.state import hf_packing as packing
@@ -38,8 +39,9 @@ Progress = Callable[[int, int], None]
 BLOCK_BYTES = 8 * CHUNK_BYTES
 """How much of a weight is in memory at a time: whole chunks, so that their checksums can be computed."""
 SHARD_BYTES = 5 * 2**30
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+WEIGHTS = "model"
+DIFFUSION_WEIGHTS = "diffusion_pytorch_model"
+"""Stems of file names, in folders of `transformers` and of `diffusers`."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,9 @@ def _unpacked(
     sources = [hf_weights[form.name] for form, _ in pieces]
     if pieces[0][0].form == "same":
         return sources[0]
+    if pieces[0][0].form == "copy":
+        names = [form.name for form, _ in pieces]
+        return LazyWeight(sources[0].dtype, shape, partial(_copies, dict(zip(names, sources, strict=True))))
     if pieces[0][0].form == "expert":
         parts = [source for _, source in sorted(zip((form.index for form, _ in pieces), sources, strict=True))]
         return LazyWeight(sources[0].dtype, shape, partial(_concatenate, parts))
@@ -127,7 +132,7 @@ def to_hf(weights: Mapping[str, LazyWeight], model: Model) -> dict[str, LazyWeig
     for form in model.hf_tensors():
         first = weights[form.headway_names[0]]
         shape = packing.packed_shape(form, shapes)
-        if form.form == "same":
+        if form.form in ("same", "copy"):
             hf_weights[form.name] = first
         elif form.form == "expert":
             hf_weights[form.name] = LazyWeight(first.dtype, shape, partial(_slice, first, form.index))
@@ -150,6 +155,18 @@ def _concatenate(parts: Iterable[LazyWeight]) -> Iterator[memoryview]:
                 filled = 0
     if filled:
         yield buffer[:filled]
+
+
+def _copies(copies: Mapping[str, LazyWeight]) -> Iterator[memoryview]:
+    """The bytes of the first copy, compared with those of the others."""
+    (first, source), *others = copies.items()
+    for name, other in others:
+        if any(a != b for a, b in zip(source.blocks(), other.blocks(), strict=True)):
+            raise ModelError(
+                f"{first} and {name} differ; this family has one of them for all blocks",
+                hint="the published models have equal ones: this folder was trained further, apart",
+            )
+    yield from source.blocks()
 
 
 def _slice(weight: LazyWeight, index: int) -> Iterator[memoryview]:
@@ -213,23 +230,31 @@ def check_weights(stored: Shapes, shapes: Shapes, location: str) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder: one, or those that its index lists."""
-    if (folder / INDEX).exists():
-        try:
-            names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{folder / INDEX} is not a safetensors index: {error!r}") from None
-        outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
-        if outside:
-            raise ModelError(f"{folder / INDEX} lists {outside[0]!r}, which is not a file of its folder")
-        return [folder / name for name in names]
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
+    for stem in (WEIGHTS, DIFFUSION_WEIGHTS):
+        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+        if index.exists():
+            return _indexed_files(folder, index)
+        if single.exists():
+            return [single]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ModelError(
             f"{folder} has only pickled weights, which can execute code and are never opened",
             hint="if you trust them, load them with transformers and call save_pretrained",
         )
-    raise ModelError(f"{folder} has no {WEIGHTS}", hint="a Hugging Face folder has config.json and *.safetensors")
+    raise ModelError(
+        f"{folder} has no {WEIGHTS}.safetensors", hint="a Hugging Face folder has config.json and *.safetensors"
+    )
+
+
+def _indexed_files(folder: Path, index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not a safetensors index: {error!r}") from None
+    outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if outside:
+        raise ModelError(f"{index} lists {outside[0]!r}, which is not a file of its folder")
+    return [folder / name for name in names]
 
 
 def write_folder(
@@ -250,14 +275,18 @@ def write_folder(
     """
     config = reward_config(model.to_config(seq)) if model.reward else model.to_config(seq)
     with new_model_folder(folder) as partial_folder:
-        _write_weights(partial_folder, to_hf(weights, model), shard_bytes, progress)
+        diffusion = isinstance(model, DiffusionModel)
+        stem = DIFFUSION_WEIGHTS if diffusion else WEIGHTS
+        _write_weights(partial_folder, stem, to_hf(weights, model), shard_bytes, progress)
         if tokenizer is not None:
             _write_tokenizer(partial_folder, tokenizer, seq)
             config["eos_token_id"] = tokenizer.end_id
         if sidecars is not None:
             config = apply_sidecars(sidecars, partial_folder, config)
-        dtype = weights["norm.weight"].dtype
-        write_json(partial_folder / "config.json", config | {"dtype": dtype, "torch_dtype": dtype})
+        if not diffusion:  # diffusers warns of keys that it does not know
+            dtype = weights["norm.weight"].dtype
+            config |= {"dtype": dtype, "torch_dtype": dtype}
+        write_json(partial_folder / "config.json", config)
 
 
 @contextmanager
@@ -279,7 +308,7 @@ def new_model_folder(folder: Path) -> Iterator[Path]:
 
 
 def _write_weights(
-    folder: Path, weights: Mapping[str, LazyWeight], shard_bytes: int, progress: Progress | None
+    folder: Path, stem: str, weights: Mapping[str, LazyWeight], shard_bytes: int, progress: Progress | None
 ) -> None:
     """Write one file, or several of at most `shard_bytes` (or one tensor) each with an index."""
     shards: list[dict[str, LazyWeight]] = [{}]
@@ -293,14 +322,16 @@ def _write_weights(
     total, done = sum(weight.bytes for weight in weights.values()), 0
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
-        file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         for count in write_weight_file(folder / file, shard):
             done += count
             if progress is not None:
                 progress(done, total)
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(
+            folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
 
 
 def write_weight_file(path: Path, weights: Mapping[str, LazyWeight]) -> Iterator[int]:

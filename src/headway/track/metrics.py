@@ -27,6 +27,8 @@ Series: TypeAlias = "tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]"
 
 _EVALUATED = {"eval_loss": "loss", "eval_loss_ema": "loss_ema", "eval_reward": "reward"}
 """Metrics of evaluations, with their names in events."""
+_BY_TIME = "loss/"
+"""What the names of losses of ranges of time begin with, in steps and evaluations of diffusion models."""
 
 
 def history(records: Iterable[Record], kind: str = "step") -> list[Event]:
@@ -106,7 +108,15 @@ def _tasks(run: RunFolder) -> dict[str, Series]:
 
 def _all_keys(attempts: Sequence[tuple[Record, list[bytes]]]) -> list[str]:
     recorded = dict.fromkeys(key for _, lines in attempts for event in _events(lines) for key in event)
-    return [*(key for key in recorded if key not in _NO_METRIC), *_DERIVED, *_EVALUATED]
+    by_time = dict.fromkeys(
+        f"eval_{key}"
+        for record, _ in attempts
+        for event in record.events
+        if event["kind"] == "eval"
+        for key in event
+        if key.startswith(_BY_TIME)
+    )
+    return [*(key for key in recorded if key not in _NO_METRIC), *_DERIVED, *_EVALUATED, *by_time]
 
 
 def _merge(parts: Sequence[Series]) -> Series:
@@ -125,8 +135,9 @@ def _series(key: str, record: Record, lines: list[bytes], speed: "_Speed") -> Se
     """Return a metric of one attempt."""
     import numpy as np
 
-    if key in _EVALUATED:
-        steps, table = _read_table([event for event in record.events if event["kind"] == "eval"], [_EVALUATED[key]])
+    if key in _EVALUATED or key.startswith(f"eval_{_BY_TIME}"):
+        field = _EVALUATED.get(key, key.removeprefix("eval_"))
+        steps, table = _read_table([event for event in record.events if event["kind"] == "eval"], [field])
         return steps, table[:, 0]
     fields, derive = _DERIVED.get(key, ([key], None))
     steps, table = _scan_table(lines, fields) or _read_table(_events(lines), fields)

@@ -84,6 +84,8 @@ class RunFolder:
     """The initial weights of a custom model class, as a checkpoint of step 0, with facts about the class."""
     evals = _PathInRun("evals")
     """Evaluations of its checkpoints."""
+    samples = _PathInRun("samples")
+    """Images or video that a diffusion model generated during training."""
     logs = _PathInRun("logs")
     """Output of its processes."""
     id_file = _PathInRun("id")

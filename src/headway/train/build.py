@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from headway.data.corpus import Corpus, open_corpus
 from headway.data.loader import RowReader
+from headway.data.media.corpus import MediaCorpus, open_media_corpus
 from headway.errors import ModelError
 from headway.kernels.dispatch import make_plain
 from headway.models import initial_weight, stored_weights
 from headway.models.custom import empty_model
+from headway.models.diffusion.text_encoders import TextEncoder, open_text_encoder
 from headway.models.exact import make_exact
 from headway.models.huggingface import read_weight
 from headway.models.lora import (
@@ -34,6 +36,7 @@ from headway.parallel import ParallelModel, World, parallelize_model
 from headway.parallel.layout import blocks_of, layout_of
 from headway.parallel.objective import Objective
 from headway.recipe import Assignment, Lora, Model, ModelLayout, Recipe
+from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.model import SCORE
 from headway.recipe.objective import Distill
 from headway.recipe.policy import PolicyGradient
@@ -45,12 +48,14 @@ from headway.track import Recorder, RunFolder, chain
 from headway.track.heartbeat import HeartbeatWriter
 from headway.train.callbacks import Callbacks
 from headway.train.custom_init import initial_weights, load_buffers
+from headway.train.diffusion_feed import DiffusionFeed
 from headway.train.fail_together import fail_together
 from headway.train.fault_injector import WorkerFaultInjector
 from headway.train.feed import DeviceFeed, Feed
 from headway.train.heartbeat_hooks import add_heartbeat_hooks
 from headway.train.meter import Meter, make_meter
 from headway.train.objectives import CountedObjective, NextToken, make_objective
+from headway.train.objectives.diffusion import DenoisingLoss
 from headway.train.objectives.preference import REFERENCE
 from headway.train.objectives.reference import ScoringProgress, WithReference, reference_column
 from headway.train.objectives.teacher import (
@@ -89,9 +94,9 @@ class Parts:
     average: WeightEma | None
     """EMA of the weights, if the recipe has one."""
     feed: Feed
-    corpus: Corpus
+    corpus: Corpus | MediaCorpus
     reader: RowReader | None
-    """Of rows; None for prompts."""
+    """Of rows; None for prompts, images and video."""
     objective: CountedObjective
     held_out: np.ndarray
     """Held-out windows."""
@@ -104,6 +109,13 @@ class Parts:
     start: RunProgress
     callbacks: Callbacks
     """The user's own; none but on worker 0."""
+    encoder: TextEncoder | None = None
+    """Of captions, for a diffusion model of texts."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate with: held-out data, or samples to generate."""
+        return self.held_out.size > 0 or self.recipe.eval.samples is not None
 
 
 def build(
@@ -121,8 +133,8 @@ def build(
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     make_plain(recipe.train.plain)
 
-    corpus = open_corpus(recipe)
-    reader = None if recipe.rl is not None else corpus.reader()
+    corpus = open_corpus(recipe) if recipe.data.media is None else open_media_corpus(recipe)
+    reader = corpus.reader() if recipe.rl is None and isinstance(corpus, Corpus) else None
     objective = make_objective(recipe.objective, corpus.weighted, recipe.rl)
 
     with fail_together(world, "build the callbacks"):
@@ -162,6 +174,7 @@ def build(
             beat.enter("evaluate")
             with recorder.span("evaluation"):
                 mark = ScoringProgress(world, recorder, beat, stop, "teacher").mark
+                assert isinstance(corpus, Corpus), "a teacher has tokens"
                 stored = stored_targets(recipe, recipe.objective, corpus, world, mark, load, run.name)
                 assert reader is not None
                 reader = WithTeacher(reader, stored)
@@ -172,6 +185,7 @@ def build(
             first_weights = None if drawn else partial(draw_weights, spread.model, recipe, held, run)
             mark = ScoringProgress(world, recorder, beat, stop, "reference").mark
             assert reader is not None
+            assert isinstance(corpus, Corpus)
             reader = WithReference(reader, reference_column(recipe, corpus, spread, world, mark, first_weights))
     optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
     average = WeightEma(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None
@@ -181,8 +195,13 @@ def build(
         with recorder.span("restore"), fail_together(world, "read the checkpoint"):
             start = RunProgress(*restore(state, spread.model, optimizer, held, world, average))
     faults = WorkerFaultInjector(assignment.faults, world.rank, assignment.attempt, spread.model, run.faults)
+    encoder = text_encoder(recipe, world.device)
     feed: Feed
-    if reader is not None:
+    if isinstance(corpus, MediaCorpus):
+        encode = None if encoder is None else encoder.encode
+        denoising = cast(DenoisingLoss, objective)
+        feed = DiffusionFeed(recipe, corpus, world, denoising, encode, partial(record_replaced, recorder))
+    elif reader is not None:
         feed = DeviceFeed(corpus.loader(reader, data.rank, data.size), world.device, objective)
     else:
         feed = rollout_feed(recipe, run, world, spread, corpus, objective, recorder, beat, faults)
@@ -207,7 +226,21 @@ def build(
         stop=stop,
         start=start,
         callbacks=callbacks,
+        encoder=encoder,
     )
+
+
+def record_replaced(recorder: Recorder, why: str) -> None:
+    """Record that a decoder process was replaced, and why."""
+    recorder.event("log", message=f"decoder replaced: {why}")
+
+
+def text_encoder(recipe: Recipe, device: torch.device) -> TextEncoder | None:
+    """Open the frozen encoder of captions, if the model is conditioned on texts."""
+    model = recipe.model
+    if not isinstance(model, DiffusionModel) or model.conditioning != "text":
+        return None
+    return open_text_encoder(model, device)
 
 
 def rollout_feed(

@@ -11,6 +11,7 @@ import torch
 
 from headway.hardware import find_chip
 from headway.plan import flops_per_token, flops_per_token_full_attention, parameters
+from headway.plan.flops import weight_gradient_flops
 from headway.recipe import Assignment, Recipe
 from headway.track import write_json
 from headway.train.build import Parts
@@ -71,10 +72,10 @@ def record_facts(parts: Parts) -> None:
 
 
 def model_facts(recipe: Recipe) -> dict[str, Any]:
-    """Return a decoder's FLOPs per token."""
+    """Return a model's FLOPs per token."""
     arch = recipe.model.architecture()
     # A frozen base has no gradients of weights, a third of what its matrices take.
-    frozen = flops_per_token(arch, 0) / 3 if recipe.lora is not None else 0
+    frozen = weight_gradient_flops(arch, recipe.data.seq) if recipe.lora is not None else 0
     return {
         "parameters": parameters(arch),
         "flops_per_token": flops_per_token(arch, recipe.data.seq) - frozen,

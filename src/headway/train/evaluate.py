@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headway.data.order import Ids
 from headway.train.build import Parts
-from headway.train.feed import local_rows
+from headway.train.sample_grids import grid_is_due, write_grid
 
 
 def evaluate(parts: Parts, step: int) -> None:
@@ -16,10 +16,23 @@ def evaluate(parts: Parts, step: int) -> None:
         parts.faults.reach("evaluation", step)
         rewards = parts.feed.held_out_rewards(parts.held_out, step)
     if rewards is None:
-        evaluate_loss(parts, step)
+        if parts.held_out.size:
+            evaluate_loss(parts, step)
+        evaluate_samples(parts, step)
     elif parts.world.first:
         parts.recorder.event("eval", step=step, **rewards)
         parts.callbacks.evaluated(step, rewards)
+
+
+def evaluate_samples(parts: Parts, step: int) -> None:
+    """Write the sample grid of a diffusion run, if one is due; of its EMA, if it has one."""
+    if not grid_is_due(parts.recipe, step):
+        return
+    if parts.average is None:
+        write_grid(parts, step)
+        return
+    with parts.average.standing_in():
+        write_grid(parts, step)
 
 
 def evaluate_loss(parts: Parts, step: int) -> None:
@@ -64,14 +77,11 @@ def _totals(parts: Parts) -> Tensor:
 
 def _sums(parts: Parts, ids: Ids) -> Tensor:
     """Return the sums and counts of this worker's share of these windows."""
-    objective = parts.objective
-    assert parts.reader is not None, "data that has a loss has rows"
-    totals = torch.zeros(2, len(objective.names), dtype=torch.float64, device=parts.world.device)
-    rows = local_rows(parts.reader, parts.spread, parts.world, ids, objective.columns)
-    for read, batch in rows:
+    totals = torch.zeros(2, len(parts.objective.names), dtype=torch.float64, device=parts.world.device)
+    for counts, batch in parts.feed.held_out_rows(parts.spread, parts.world, ids):
         totals[0] += parts.spread.evaluate(batch).double()
         parts.beat.mark()
-        totals[1] += torch.tensor(objective.counts(read), dtype=torch.float64, device=totals.device)
+        totals[1] += torch.tensor(counts, dtype=torch.float64, device=totals.device)
     return totals
 
 

@@ -65,6 +65,13 @@ class Feed(Protocol):
         """Return the data of a step: a batch that begins at sample `cursor`."""
         ...
 
+    def held_out_rows(
+        self, spread: ParallelModel, world: World, ids: Ids
+    ) -> Iterator[tuple[tuple[float, ...], DeviceBatch]]:
+        """Yield this worker's share of held-out samples, for passes without gradients: the objective's counts of them,
+        and their rows. All workers get equally many."""
+        ...
+
     def held_out_rewards(self, held_out: Ids, version: int) -> Mapping[str, float] | None:
         """Return what answers to held-out prompts are worth, sampled after the step `version`; None for data that has
         a loss instead."""
@@ -117,6 +124,13 @@ class DeviceFeed:
     def take(self, step: int, cursor: int, batch: int, chain_before: str) -> FedStep:
         """See Feed."""
         return FedStep(*self.read(cursor, batch), cursor + batch, batch * self._loader.reader.seq)
+
+    def held_out_rows(
+        self, spread: ParallelModel, world: World, ids: Ids
+    ) -> Iterator[tuple[tuple[float, ...], DeviceBatch]]:
+        """See Feed."""
+        for read, batch in local_rows(self._loader.reader, spread, world, ids, self._objective.columns):
+            yield self._objective.counts(read), batch
 
     def held_out_rewards(self, held_out: Ids, version: int) -> None:
         """See Feed."""

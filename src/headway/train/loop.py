@@ -122,7 +122,7 @@ def train(
         saves.tick()
 
         # once in a while: compare replicas, evaluate, save
-        evaluation = is_due(step, recipe.eval.every_steps, recipe.train.steps) and parts.held_out.size > 0
+        evaluation = is_due(step, recipe.eval.every_steps, recipe.train.steps) and parts.evaluates
         tiers = tiers_at(recipe.checkpoint, step, requested=wanted.save)
         compared = replicas is not None and replicas.due(step)
         tested = bool(tasks) and is_due(step, recipe.eval.tasks_every_steps or recipe.train.steps, recipe.train.steps)

@@ -21,6 +21,7 @@ from headway.data.order import Ids
 from headway.data.prompts import Prompt, PromptOrder, PromptReader
 from headway.errors import RunError, plural
 from headway.parallel import ParallelModel, World
+from headway.parallel.objective import DeviceBatch
 from headway.recipe import Recipe
 from headway.recipe.policy import PolicyGradient
 from headway.rl.groups import Group, advantages_of, chosen, failure_note, groups_of, metrics_of, shares, weights_of
@@ -119,6 +120,12 @@ class RolloutFeed:
         if self._sampler is not None:
             self._sampler.close()
         self._sampler = None
+
+    def held_out_rows(
+        self, spread: ParallelModel, world: World, ids: Ids
+    ) -> Iterator[tuple[tuple[float, ...], DeviceBatch]]:
+        """See Feed: of prompts there are none."""
+        return iter(())
 
     def held_out_rewards(self, held_out: Ids, version: int) -> dict[str, float]:
         """See Feed: of some answers to each prompt, sampled as in training; all workers together."""

@@ -96,6 +96,7 @@ def work(
     else:
         assert assignment.trial is not None
         finished = trial(parts, assignment.trial)
+    parts.feed.close()
     recorder.event("begin", name="shutdown")  # ends with the process: destroying a GPU context takes time
     leave(world)
     return finished

@@ -68,7 +68,7 @@ def check_mesh(recipe: Recipe, workers: int) -> None:
     except UsageError as error:
         raise RecipeError(f"[parallel] cannot run: {error.message}", hint=error.hint) from None
     tensor, vocabulary = settings.mesh.tensor, recipe.model.vocab_size or 0
-    if -(-vocabulary // tensor) * (tensor - 1) >= vocabulary and tensor > 1:
+    if 0 < vocabulary <= -(-vocabulary // tensor) * (tensor - 1) and tensor > 1:
         raise RecipeError(
             f"[parallel] cannot run: a vocabulary of {vocabulary} is too small for tensor {tensor}",
             hint="use a smaller tensor axis",

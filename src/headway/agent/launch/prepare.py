@@ -17,7 +17,8 @@ from headway.agent.launch.auto_plan import PlannedRecipe, plan_run, replan_run, 
 from headway.agent.launch.mesh_checks import check_axes, check_mesh, check_workers, count_workers, default_workers
 from headway.agent.launch.teacher import check_teacher, check_vocabulary, resolve_teacher
 from headway.agent.saving.restore_points import is_taken, newest_in_store, newest_on_disk
-from headway.data.corpus import open_corpus
+from headway.data.corpus import Corpus, open_corpus
+from headway.data.media.corpus import MediaCorpus, open_media_corpus
 from headway.errors import (
     HeadwayError,
     ModelError,
@@ -33,11 +34,13 @@ from headway.evals.task import shipped_tasks
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
 from headway.recipe import Data, Eval, FaultPlan, Model, Parallel, Recipe, changed_keys, check_resumable, with_settings
+from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.find_own_code import check_class
 from headway.recipe.huggingface import read_model
 from headway.recipe.lora import adapted_layers
 from headway.recipe.objective import CustomObjective, Reward
 from headway.recipe.patterns import matched
+from headway.recipe.sample_tokens import with_sample_tokens
 from headway.recipe.upgrade import upgrade_recipe
 from headway.state import find_checkpoint, list_checkpoints
 from headway.state.address import is_in_store, open_address
@@ -136,7 +139,7 @@ def new_run(
         ) from None
     notes = [
         *store_notes,
-        *open_corpus(recipe).notes(),
+        *_open_data(recipe).notes(),
         *(branch.notes if branch else []),
         *planned.notes,
         *idle_settings(recipe, available, count),
@@ -371,6 +374,8 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
             f"model.init = {recipe.model.init!r} is a reward model, which predicts no tokens",
             hint="--set objective.kind=reward continues it; any other objective needs the model that it began with",
         )
+    if isinstance(model, DiffusionModel):
+        return with_sample_tokens(recipe.model_copy(update={"model": model}))
     if model.class_ is not None:
         return recipe.model_copy(update={"model": model})  # the process that initializes it checks it on the data
     if model.vocab_size is None:
@@ -420,8 +425,13 @@ def resolve_lora(recipe: Recipe) -> Recipe:
 
 def pin_data(recipe: Recipe) -> tuple[Recipe, int]:
     """Check the data and pin its version and the steps in the recipe; return the recipe and the vocabulary size."""
-    corpus = open_corpus(recipe)
+    corpus = _open_data(recipe)
     return recipe.model_copy(update={"data": corpus.pinned(), "train": corpus.train()}), corpus.vocab_size
+
+
+def _open_data(recipe: Recipe) -> Corpus | MediaCorpus:
+    """Open what a recipe trains on."""
+    return open_corpus(recipe) if recipe.data.media is None else open_media_corpus(recipe)
 
 
 def _same_data(recipe: Recipe, run: RunFolder) -> Recipe:
@@ -440,7 +450,8 @@ def _copy_data_facts(run: RunFolder, data: Data) -> None:
     """Copy what gives tokens their meaning into the run folder: the tokenizer, and the manifest of each dataset."""
     folders = {name: Path(part.path) for name, part in data.parts.items()}
     first = next(iter(folders.values()))
-    shutil.copyfile(first / "tokenizer.json", run.tokenizer_file)
+    if data.media is None:
+        shutil.copyfile(first / "tokenizer.json", run.tokenizer_file)
     if data.mixture:
         manifests = {name: from_json((folder / MANIFEST).read_bytes()) for name, folder in folders.items()}
         end_of_text = next(iter(manifests.values()))["end_of_text"]

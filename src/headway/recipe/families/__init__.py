@@ -1,4 +1,4 @@
-"""The decoder families by name. A new one is a file here and a torch module in `models/`."""
+"""The model families by name. A new one is a file here and a torch module in `models/` or `models/diffusion/`."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Union
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 from pydantic import Discriminator, Tag
 
 from headway.recipe.families.deepseek import DeepSeekV3
+from headway.recipe.families.diffusion import DiffusionModel
+from headway.recipe.families.dit import DiT
 from headway.recipe.families.gemma import Gemma, Gemma2, Gemma3
 from headway.recipe.families.gpt2 import GPT2
 from headway.recipe.families.gpt_oss import GptOss
@@ -17,9 +19,20 @@ from headway.recipe.families.olmo2 import OLMo2
 from headway.recipe.families.phi3 import Phi3
 from headway.recipe.families.qwen3_moe import Qwen3Moe
 from headway.recipe.families.smollm3 import SmolLM3
+from headway.recipe.families.wan import Wan
 from headway.recipe.model import CustomModel, Model
 
-__all__ = ["FAMILIES", "MODEL_TYPES", "AnyModel", "class_of", "families_with", "family_name"]
+__all__ = [
+    "DIFFUSERS",
+    "DIFFUSION",
+    "FAMILIES",
+    "MODEL_TYPES",
+    "AnyModel",
+    "class_of",
+    "families_with",
+    "family_name",
+    "family_names",
+]
 
 MODEL_TYPES: dict[str, type[Model]] = {
     "llama": Llama,
@@ -45,7 +58,20 @@ MODEL_TYPES: dict[str, type[Model]] = {
 FAMILIES: dict[str, type[Model]] = {
     name: kind for name, kind in MODEL_TYPES.items() if name == kind.model_fields["family"].default
 }
-"""By `model.family` of a recipe."""
+"""The decoders, by `model.family` of a recipe."""
+
+DIFFUSION: dict[str, type[DiffusionModel]] = {"dit": DiT, "wan": Wan}
+"""The diffusion transformers, likewise."""
+
+DIFFUSERS: dict[str, type[DiffusionModel]] = {kind.CLASS: kind for kind in DIFFUSION.values()}
+"""By the _class_name of a diffusers config.json."""
+
+_ALL: dict[str, type[Model]] = {**FAMILIES, **DIFFUSION}
+
+
+def family_names() -> tuple[str, ...]:
+    """Return every value of `model.family`."""
+    return tuple(_ALL)
 
 
 def family_name(values: Any) -> str:
@@ -61,25 +87,25 @@ def family_name(values: Any) -> str:
 
 def families_with(key: str) -> list[str]:
     """Return the families with a key; nothing if all have it."""
-    names = [name for name, kind in FAMILIES.items() if key in kind.model_fields]
-    return names if len(names) < len(FAMILIES) else []
+    names = [name for name, kind in _ALL.items() if key in kind.model_fields and key not in kind.ABSENT]
+    return names if len(names) < len(_ALL) else []
 
 
 def class_of(values: Mapping[str, Any]) -> type[Model]:
     """Return the section class for values; an unknown family is left for validation."""
-    return CustomModel if family_name(values) == "own" else FAMILIES.get(family_name(values), Llama)
+    return CustomModel if family_name(values) == "own" else _ALL.get(family_name(values), Llama)
 
 
 def _tag(values: Any) -> str:
     name = family_name(values)
-    return name if name in FAMILIES or name == "own" else "llama"
+    return name if name in _ALL or name == "own" else "llama"
 
 
 if TYPE_CHECKING:
     AnyModel = Model
 else:
     AnyModel = Annotated[
-        Union[tuple(Annotated[kind, Tag(name)] for name, kind in {**FAMILIES, "own": CustomModel}.items())],  # noqa: UP007
+        Union[tuple(Annotated[kind, Tag(name)] for name, kind in {**_ALL, "own": CustomModel}.items())],  # noqa: UP007
         Discriminator(_tag),
     ]
     """A model section, of the class of its `family`."""

@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 from headway.errors import ModelError
+from headway.recipe.diffusion import Ddpm, Flow
 from headway.recipe.objective import (
     AnyObjective,
     CustomObjective,
@@ -19,6 +20,7 @@ from headway.recipe.own_code import load_name
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
 from headway.train.objectives.base import CountedObjective, NextToken, WeightedTokens
+from headway.train.objectives.diffusion import DenoisingLoss
 from headway.train.objectives.distill import DistillLoss
 from headway.train.objectives.kto import KtoLoss
 from headway.train.objectives.policy import PolicyLoss
@@ -48,6 +50,8 @@ def make_objective(recipe: AnyObjective, weighted: bool = False, rl: Rl | None =
         case PolicyGradient():
             assert rl is not None, "a recipe with a policy has a section rl"
             return PolicyLoss(recipe, rl)
+        case Flow() | Ddpm():
+            return DenoisingLoss(recipe)
         case CustomObjective():
             return _custom(recipe)
 

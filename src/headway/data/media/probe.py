@@ -1,0 +1,121 @@
+"""Durations, sizes and frame rates of files or of a dataset, without decoding them."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headway.data.media.dataset import open_media
+from headway.data.media.decode import IMAGE_FORMATS, Undecodable, need, open_video, reason_of
+from headway.data.media.manifest import Kind, is_media
+from headway.data.media.sources import SUFFIXES
+from headway.errors import DataError
+
+
+@dataclass(frozen=True)
+class MediaFacts:
+    """What the headers of files say, as columns."""
+
+    path: str
+    kind: Kind
+    width: list[int]
+    height: list[int]
+    duration_s: list[float]
+    """Of videos."""
+    fps: list[float]
+    """Of videos."""
+    bytes: int
+    unreadable: dict[str, str]
+
+    def __len__(self) -> int:
+        return len(self.width)
+
+
+def probe_media(path: Path, kind: Kind | None = None, on_file: Callable[[int, int], None] | None = None) -> MediaFacts:
+    """Return the facts of a dataset, or of the files in a folder: videos if there are any, else images."""
+    if is_media(path):
+        dataset = open_media(path, verify="sizes")
+        columns = {name: dataset.column(name).tolist() for name in ("width", "height", "duration_s", "fps")}
+        return MediaFacts(str(path), dataset.kind, bytes=dataset.manifest.bytes, unreadable={}, **columns)
+    if not path.is_dir():
+        raise DataError(f"{path} is no folder", hint="name a folder of files, or a dataset")
+    files = {each: _files(path, each) for each in ("video", "image")}
+    kind = kind or ("video" if files["video"] else "image")
+    if not files[kind]:
+        raise DataError(f"{path} holds no {kind} file", hint=f"known: {', '.join(SUFFIXES[kind])}")
+    facts = MediaFacts(str(path), kind, [], [], [], [], sum(file.stat().st_size for file in files[kind]), {})
+    for number, file in enumerate(files[kind]):
+        try:
+            _add(facts, file)
+        except (Undecodable, OSError) as error:
+            facts.unreadable[str(file.relative_to(path))] = str(error)
+        if on_file is not None:
+            on_file(number + 1, len(files[kind]))
+    return facts
+
+
+def _files(folder: Path, kind: Kind) -> list[Path]:
+    root = folder.resolve()
+    files = (Path(at, name) for at, _, names in os.walk(root) for name in names)  # follows no link to a folder
+    chosen = (file for file in files if file.suffix.lower() in SUFFIXES[kind] and not file.is_symlink())
+    return sorted(folder / file.relative_to(root) for file in chosen)
+
+
+def _add(facts: MediaFacts, file: Path) -> None:
+    if facts.kind == "image":
+        image_module = need("PIL.Image")
+        try:
+            with image_module.open(file, formats=IMAGE_FORMATS) as image:
+                facts.width.append(image.width)
+                facts.height.append(image.height)
+        except (ValueError, SyntaxError, image_module.DecompressionBombError) as error:
+            raise Undecodable(reason_of(error)) from None
+        return
+    with open_video(file.read_bytes()) as (container, stream):
+        duration = stream.duration * stream.time_base if stream.duration and stream.time_base else None
+        seconds = float(duration) if duration is not None else (container.duration or 0) / 1_000_000
+        facts.width.append(stream.width)
+        facts.height.append(stream.height)
+        facts.duration_s.append(seconds)
+        facts.fps.append(float(stream.average_rate or 0.0))
+
+
+def histogram(values: Sequence[float], most: int = 8) -> list[tuple[float, float, int]]:
+    """Return (from, to, count) of at most so many ranges of round width; of few different values, one each."""
+    different = sorted(set(values))
+    if len(different) <= most:
+        return [(value, value, sum(other == value for other in values)) for value in different]
+    low, high = different[0], different[-1]
+    power = 10.0 ** np.floor(np.log10((high - low) / most))
+    width = next(step * power for step in (1, 2, 5, 10, 20) if (high - low) / (step * power) < most - 1)
+    first = np.floor(low / width)
+    edges = [(first + index) * width for index in range(int((high / width) - first) + 2)]
+    counts, _ = np.histogram(values, edges)
+    return [(float(a), float(b), int(count)) for a, b, count in zip(edges, edges[1:], counts, strict=False)]
+
+
+def plot_media(facts: MediaFacts, out: Path) -> None:
+    """Draw the histograms, and sizes as points, into a file."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise DataError("plots need matplotlib, which is not installed", hint="pip install 'headway[plot]'") from None
+    panels = _panels(facts)
+    figure = Figure(figsize=(3.6 * (len(panels) + 1), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(panels) + 1, squeeze=False)[0]
+    for axis, (title, values) in zip(axes, panels, strict=False):
+        axis.hist(values, bins=30, color="#3b6ea5")
+        axis.set_xlabel(title)
+        axis.set_ylabel("files")
+    axes[-1].scatter(facts.width, facts.height, s=10, alpha=0.5, color="#3b6ea5")
+    axes[-1].set_xlabel("width, pixels")
+    axes[-1].set_ylabel("height, pixels")
+    figure.savefig(out, dpi=120)
+
+
+def _panels(facts: MediaFacts) -> list[tuple[str, list[float]]]:
+    if facts.kind == "image":
+        return [("megapixels", [w * h / 1e6 for w, h in zip(facts.width, facts.height, strict=True)])]
+    return [("duration, seconds", facts.duration_s), ("frames per second", facts.fps)]
