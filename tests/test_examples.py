@@ -22,7 +22,7 @@ from headway.track import RunFolder, read_metric
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EXPECTED = {
     "countdown.py": "data/countdown.jsonl: 2000 problems",
-    "make_chats.py": "conversations, as many pairs of answers, and a chat template",
+    "make_chats.py": "conversations, as many pairs and labelled answers, and a chat template",
     "from_python.py": "finished, all steps done",
     "jsonl_with_prompts.py": "were trained on in the first; the rest are prompts",
     "mixture.py": "step 24: loss ",
