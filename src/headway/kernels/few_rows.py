@@ -1,8 +1,8 @@
 """Products of few rows on a CPU, as in decoding of a batch: the weight is the left factor.
 
-MKL takes long to pack a weight that is the right factor of a product with a dozen rows. Of W @ x.T it reads each value
-once, which for 8 rows takes a half to three quarters of the time (SmolLM2's shapes, one core); up to 4 rows x @ W.T is
-as fast or faster, and beyond some hundred the two are equal. Only in inference: training keeps its bits.
+MKL takes long to pack a weight that is the right factor of a product with a dozen rows. W @ x.T of 8 rows takes 0.53 of
+the time for SmolLM2's head, 0.67 to 0.72 for its feed-forward, and as long for 576 x 576 (one core). Up to 4 rows
+x @ W.T is as fast or faster; at 64 rows 0.8 to 0.95 are left. Only in inference: training keeps its bits.
 """
 
 import torch
