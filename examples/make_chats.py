@@ -2,13 +2,16 @@
 
     python examples/make_chats.py OUT
 
-OUT/chats.jsonl has conversations, OUT/pairs.jsonl a plain and a wordy answer to each question, and OUT/chatml.jinja a
-chat template for models that have none. The answers are the first sentences of docstrings.
+OUT/chats.jsonl has conversations, OUT/pairs.jsonl a plain and a wordy answer to each question, OUT/labels.jsonl one of
+the two with a label, and OUT/chatml.jinja a chat template for models that have none. OUT/choices.toml is a task of
+`headway eval`: which of four answers is the one? The answers are the first sentences of docstrings.
 """
 
+import contextlib
 import importlib
 import inspect
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -49,15 +52,26 @@ def main() -> None:
     out = Path(sys.argv[1] if len(sys.argv) > 1 else "data/chats")
     out.mkdir(parents=True, exist_ok=True)
     sentences = answers()
-    with (out / "chats.jsonl").open("w") as chats, (out / "pairs.jsonl").open("w") as pairs:
-        for name, sentence in sentences.items():
+    draw = random.Random(0)
+    names = ("chats.jsonl", "pairs.jsonl", "labels.jsonl", "choices.jsonl")
+    with contextlib.ExitStack() as files:
+        chats, pairs, labels, choices = (files.enter_context((out / name).open("w")) for name in names)
+        for number, (name, sentence) in enumerate(sentences.items()):
             question = {"role": "user", "content": f"What does {name} do?"}
             plain = {"role": "assistant", "content": sentence}
             wordy = {"role": "assistant", "content": f"That is a good question! {sentence} I hope that this helps."}
             print(json.dumps({"messages": [question, plain]}), file=chats)
             print(json.dumps({"prompt": [question], "chosen": [plain], "rejected": [wordy]}), file=pairs)
+            good = number % 2 == 0
+            answer = plain if good else wordy
+            print(json.dumps({"prompt": [question], "completion": [answer], "label": good}), file=labels)
+            if number % 9 == 0:
+                others = draw.sample(sorted({*sentences.values()} - {sentence}), 3)
+                row = {"question": question["content"], "choices": [sentence, *others], "answer": 0}
+                print(json.dumps(row), file=choices)
     (out / "chatml.jinja").write_text(CHATML)
-    print(f"{out}: {len(sentences)} conversations, as many pairs of answers, and a chat template")
+    (out / "choices.toml").write_text('data = "choices.jsonl"\nchat = true\n')
+    print(f"{out}: {len(sentences)} conversations, as many pairs and labelled answers, and a chat template")
 
 
 if __name__ == "__main__":

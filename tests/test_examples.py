@@ -24,7 +24,7 @@ EXPECTED = {
     "countdown.py": "data/countdown.jsonl: 2000 problems",
     "make_clips.py": "96 clips of 24 frames, 32 x 32 pixels",
     "make_digits.py": "1797 images of digits with labels 0 to 9",
-    "make_chats.py": "conversations, as many pairs of answers, and a chat template",
+    "make_chats.py": "conversations, as many pairs and labelled answers, and a chat template",
     "from_python.py": "finished, all steps done",
     "jsonl_with_prompts.py": "were trained on in the first; the rest are prompts",
     "mixture.py": "step 24: loss ",

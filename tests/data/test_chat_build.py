@@ -258,6 +258,7 @@ def test_command_builds_and_shows(tmp_path, model):
     result = CliRunner().invoke(app, ["build", str(tmp_path / "out"), file, "--chat", model])
     assert result.exit_code == 0, result.output
     assert "chat       chat: 3 conversations, 9 tokens of answers" in result.output
+    assert "next: headway train RECIPE --set objective.kind=sft --set data.path=" in result.output
     shown = CliRunner().invoke(app, ["build", str(tmp_path / "out"), file, "--chat", model, "--json"])
     assert json.loads(shown.stdout)["chat"] == {"kind": "chat", "conversations": 3, "trained_tokens": 9}
 

@@ -51,11 +51,22 @@ def test_copy_says_the_same_as_the_original_and_names_commands_that_exist(name: 
     assert copied["next"]
     for command in copied["next"]:
         program, verb, *words = shlex.split(command)
+        if program == "python":
+            assert (FILES.parent / verb).is_file()
+            continue
         parser = typer.main.get_command(app).commands[verb]
         while hasattr(parser, "commands"):
             parser, words = parser.commands[words[0]], words[1:]
         parser.make_context(program, words)
         assert "recipes/" not in command
+
+
+def test_scripts_that_only_the_repository_has_are_noted(folder: Path) -> None:
+    said = CliRunner().invoke(app, ["recipe", "cp", "sft"], catch_exceptions=False)
+    assert "python examples/make_chats.py data/questions\n" in said.stdout
+    assert "note: examples/make_chats.py is a file of Headway's repository" in said.stderr
+    (folder / "examples").symlink_to(FILES.parent / "examples")
+    assert "note: " not in CliRunner().invoke(app, ["recipe", "cp", "sft"], catch_exceptions=False).stderr
 
 
 def test_data_is_built_only_where_there_is_none() -> None:

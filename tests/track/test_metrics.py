@@ -49,7 +49,7 @@ def run(tmp_path) -> RunFolder:
             ("resumed", {"step": 0}),
             step(1, 5.0),
             step(2, 4.0, chain="ab"),
-            ("eval", {"step": 2, "loss": 4.5}),
+            ("eval", {"step": 2, "loss": 4.5, "accuracy": 0.75, "losses": {"a": 4.5}}),
             step(3, 3.0),
             step(4, 2.0),
             ("eval", {"step": 4, "loss": 3.5}),
@@ -67,6 +67,8 @@ def test_later_attempts_override_and_roll_back_steps(run):
     assert steps.tolist() == [1, 2, 3]
     assert values[:2].tolist() == [5.0, 4.0]
     assert math.isnan(values[2])
+    assert [part.tolist() for part in read_metric(run, "eval_accuracy")] == [[2], [0.75]]
+    assert "eval_losses" not in metric_names(run)
     steps, values = read_metric(run, "eval_loss")
     assert (steps.tolist(), values.tolist()) == ([2], [4.5])
 
@@ -84,7 +86,9 @@ def test_unknown_metric_lists_recorded_ones(run):
     for key in ("lost", "chain", "kind"):
         with pytest.raises(UsageError, match=f"no metric '{key}'") as caught:
             read_metric(run, key)
-        assert "loss, tokens, extra, step_s, data_s, tokens_per_s, mfu, eval_loss" in (caught.value.hint or "")
+        assert "loss, tokens, extra, step_s, data_s, tokens_per_s, mfu, eval_loss, eval_accuracy" in (
+            caught.value.hint or ""
+        )
     assert metric_names(run) == list(read_metrics(run))
 
 

@@ -237,10 +237,11 @@ def _build_media(
 
 def _next(manifest: DatasetManifest, path: Path) -> str:
     """Return the command that trains on a dataset."""
-    policy = ""
-    if manifest.chat is not None and manifest.chat.kind == "prompts":
-        policy = " --set objective.kind=grpo"
-    return f"headway train RECIPE{policy} --set data.path={shlex.quote(str(path))}"
+    objective = ""
+    if manifest.chat is not None:
+        usual = {"chat": "sft", "pairs": "dpo", "labelled": "kto", "prompts": "grpo"}
+        objective = f" --set objective.kind={usual[manifest.chat.kind]}"
+    return f"headway train RECIPE{objective} --set data.path={shlex.quote(str(path))}"
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`headway recipe ls | cp | show | schema`: the recipes that come with Headway, a resolved one, the schema of all."""
 
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 from typing import Annotated
@@ -68,6 +69,9 @@ def cp_command(
         return
     print("\n".join(map(str, contents)))
     print("next: " + "\n      ".join(commands))
+    for script in (command.split()[1] for command in commands if command.startswith("python ")):
+        if not Path(script).exists():
+            print(f"note: {script} is a file of Headway's repository, not of the wheel", file=sys.stderr)
 
 
 @app.command()

@@ -306,7 +306,7 @@ def _parse_line(line: bytes, replace: bool) -> Callable[[str], str]:
 def _parse_object(line: bytes, replace: bool) -> dict[str, object]:
     """Parse a line of JSONL."""
     try:
-        record = json.loads(line.decode("utf-8", "replace" if replace else "strict"))
+        record = json.loads(line.decode("utf-8", "replace" if replace else "strict").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise BadRecordError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:

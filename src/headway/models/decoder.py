@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from headway.kernels import batch_invariant
+from headway.kernels import batch_invariant, few_rows
 from headway.kernels.batch_invariant_attention import plan_documents
 from headway.kernels.inputs import float32_product
 from headway.models.attention import BlockContext, choose, see, windows_of
@@ -171,8 +171,12 @@ class Decoder(nn.Module):
 
     def logits(self, x_BLD: Tensor) -> Tensor:
         """Return logits."""
-        product = batch_invariant.linear if self.loss.exact else nn.functional.linear
-        scores = product(x_BLD, self.output_weight)
+        if self.loss.exact:
+            scores = batch_invariant.linear(x_BLD, self.output_weight)
+        elif few_rows.takes(x_BLD, self.output_weight):
+            scores = few_rows.linear(x_BLD, self.output_weight).contiguous()  # sampling goes row by row
+        else:
+            scores = nn.functional.linear(x_BLD, self.output_weight)
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from headway.kernels import batch_invariant
+from headway.kernels import batch_invariant, few_rows
 from headway.kernels.dispatch import uses_triton
 from headway.kernels.gated import geglu, swiglu
 from headway.kernels.rms_norm import rms_norm
@@ -46,6 +46,8 @@ class Linear(nn.Linear):
         """Apply the layer."""
         if self.exact:
             return batch_invariant.linear(x, self.weight, self.bias)
+        if few_rows.takes(x, self.weight):
+            return few_rows.linear(x, self.weight, self.bias)
         return super().forward(x)
 
 

@@ -16,6 +16,8 @@ from headway.errors import UsageError
 PACKAGE = Path(__file__).resolve().parents[1]
 DEMO_DATA = "data/python-stdlib"
 """The dataset of the recipes that need no download: Python's own source."""
+COMMANDS = ("headway ", "python ")
+"""How the commands in a file's comment begin."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,12 @@ class ShippedFile:
     @property
     def summary(self) -> str:
         """What it is for: the first sentence of the comment at its top."""
-        text = " ".join(line for line in self._comment if not line.startswith("headway "))
+        text = " ".join(line for line in self._comment if not line.startswith(COMMANDS))
         return text.partition(". ")[0].removesuffix(".") + "."
 
     def commands(self, copy: Path, folder: Path = Path()) -> list[str]:
         """Return what to type next with a copy of it, in `folder`."""
-        texts = [line for line in self._comment if line.startswith("headway ")]
+        texts = [line for line in self._comment if line.startswith(COMMANDS)]
         texts = [text.replace(f"recipes/{self.name}.toml", shlex.quote(str(copy))) for text in texts]
         if _values(self.path).get("data", {}).get("path") != DEMO_DATA:
             return texts

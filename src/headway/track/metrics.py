@@ -25,10 +25,8 @@ _Floats: TypeAlias = "npt.NDArray[np.float64]"
 Series: TypeAlias = "tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]"
 """Steps in ascending order, and the value at each."""
 
-_EVALUATED = {"eval_loss": "loss", "eval_loss_ema": "loss_ema", "eval_reward": "reward"}
-"""Metrics of evaluations, with their names in events."""
-_BY_TIME = "loss/"
-"""What the names of losses of ranges of time begin with, in steps and evaluations of diffusion models."""
+_EVALUATED = "eval_"
+"""How names of metrics of held-out data begin; the rest is their name in events."""
 
 
 def history(records: Iterable[Record], kind: str = "step") -> list[Event]:
@@ -108,15 +106,9 @@ def _tasks(run: RunFolder) -> dict[str, Series]:
 
 def _all_keys(attempts: Sequence[tuple[Record, list[bytes]]]) -> list[str]:
     recorded = dict.fromkeys(key for _, lines in attempts for event in _events(lines) for key in event)
-    by_time = dict.fromkeys(
-        f"eval_{key}"
-        for record, _ in attempts
-        for event in record.events
-        if event["kind"] == "eval"
-        for key in event
-        if key.startswith(_BY_TIME)
-    )
-    return [*(key for key in recorded if key not in _NO_METRIC), *_DERIVED, *_EVALUATED, *by_time]
+    evaluations = (event for record, _ in attempts for event in record.events if event["kind"] == "eval")
+    evaluated = dict.fromkeys(_EVALUATED + key for event in evaluations for key in event if key not in _NO_METRIC)
+    return [*(key for key in recorded if key not in _NO_METRIC), *_DERIVED, *evaluated]
 
 
 def _merge(parts: Sequence[Series]) -> Series:
@@ -135,9 +127,9 @@ def _series(key: str, record: Record, lines: list[bytes], speed: "_Speed") -> Se
     """Return a metric of one attempt."""
     import numpy as np
 
-    if key in _EVALUATED or key.startswith(f"eval_{_BY_TIME}"):
-        field = _EVALUATED.get(key, key.removeprefix("eval_"))
-        steps, table = _read_table([event for event in record.events if event["kind"] == "eval"], [field])
+    if key.startswith(_EVALUATED):
+        name = key.removeprefix(_EVALUATED)
+        steps, table = _read_table([event for event in record.events if event["kind"] == "eval"], [name])
         return steps, table[:, 0]
     fields, derive = _DERIVED.get(key, ([key], None))
     steps, table = _scan_table(lines, fields) or _read_table(_events(lines), fields)
