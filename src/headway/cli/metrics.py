@@ -118,7 +118,7 @@ def _legend(views: Sequence[SeriesView], ascii_only: bool) -> list[str]:
     """Return each line's mark, run and last value."""
     shown = views[:LEGEND]
     rows = [
-        f"  {MARKS[i % len(MARKS)] if ascii_only else '-'} {view.run}  {view.mean[-1]:.5g} at step {view.steps[-1]:,}"
+        f"  {MARKS[i % len(MARKS)] if ascii_only else '-'} {view.run}  {view.mean[-1]:.5g} from step {view.steps[-1]:,} on"
         for i, view in enumerate(shown)
     ]
     more = len(views) - len(shown)

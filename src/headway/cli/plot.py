@@ -106,7 +106,7 @@ def save_picture(views: Sequence[SeriesView], key: str, path: Path) -> None:
     for view in views:
         (line,) = axes.plot(view.steps, view.mean, linewidth=1.2, label=view.run)
         if view.width > 1:
-            axes.fill_between(view.steps, view.minimum, view.maximum, color=line.get_color(), alpha=0.2, linewidth=0)
+            axes.fill_between(view.steps, view.minimum, view.maximum, color=line.get_color(), alpha=0.35, linewidth=0.8)
     axes.set_xlabel("step")
     axes.set_ylabel(key)
     axes.spines[["top", "right"]].set_visible(False)

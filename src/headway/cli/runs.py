@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from headway.cli.options import Json, Run, Runs, complete_run
+from headway.cli.progress import Counting
 from headway.cli.run_sync import is_elsewhere
 from headway.cli.runs_view import column_table, run_table
-from headway.cli.sweep_view import Counting
 from headway.cli.text import byte_size, first_names, next_line, plural, print_json, wrap_lines
 from headway.errors import UsageError
 from headway.track import FAILED, RunFolder, command, find_run, list_runs, runs_root

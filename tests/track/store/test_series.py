@@ -1,6 +1,5 @@
 """Series of the store against `read_metrics`, which parses every line, and against buckets computed one by one."""
 
-import json
 import math
 import os
 import shutil
@@ -11,35 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.track import RunFolder, create_run, read_metrics, record_path
+from headway.track import create_run, read_metrics, record_path
 from headway.track.store import SeriesView, metric_keys, read_series
+from headway.track.store.at_end import compact_in_background
 from headway.track.store.compact import MetricStore
 from headway.track.store.series import metric_statistics
 from thinned import examples
-
-
-def line(kind: str, **fields: object) -> str:
-    return json.dumps({"kind": kind, "t": 1, **fields}, separators=(",", ":")) + "\n"
-
-
-def write_record(run: RunFolder, attempt: int, body: str, *, ended: bool = True, workers: int = 2) -> Path:
-    opening = line("open", format=1, attempt=attempt, process="rank-0", wall=1e9, mono=1, boot="b", host="h", pid=1)
-    path = record_path(run.events, attempt, "rank-0")
-    path.write_text(opening + body)
-    agent = line("attempt", workers=workers, device="cpu") + (line("end", outcome="finished") if ended else "")
-    record_path(run.events, attempt, "agent").write_text(opening.replace("rank-0", "agent") + agent)
-    return path
-
-
-def step_line(step: int, loss: float | None, **more: object) -> str:
-    return line("step", step=step, data=10**8, compute=9 * 10**8, loss=loss, tokens=100, **more)
-
-
-def plain_run(root: Path, losses: list[float], name: str = "plain") -> RunFolder:
-    run = create_run(root, "demo", name)
-    facts = line("facts", flops_per_token=60.0, peak_flops=1500.0) + line("resumed", step=0)
-    write_record(run, 1, facts + "".join(step_line(step, loss) for step, loss in enumerate(losses, 1)))
-    return run
+from track_runs import line, plain_run, step_line, write_record
 
 
 def buckets(steps: np.ndarray, values: np.ndarray, width: int) -> dict[str, list[float]]:
@@ -225,6 +202,18 @@ def test_folders_that_cannot_be_written_or_vanish(tmp_path, monkeypatch):
 
 def _refuse(path: Path) -> None:
     raise OSError(28, "No space left on device", str(path))
+
+
+def test_run_that_ended_is_compacted_by_another_process(tmp_path, monkeypatch):
+    run = plain_run(tmp_path, [1.0] * 700)
+    assert not compact_in_background(run), "not worth a process"
+    monkeypatch.setattr("headway.track.store.at_end.WORTH_BYTES", 1)
+    assert compact_in_background(run)
+    os.wait()
+    assert list(run.events.glob("*.parquet"))
+    assert MetricStore().compact(run) == 1
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    assert not compact_in_background(run)
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path):
