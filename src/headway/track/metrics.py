@@ -25,7 +25,7 @@ _Floats: TypeAlias = "npt.NDArray[np.float64]"
 Series: TypeAlias = "tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]"
 """Steps in ascending order, and the value at each."""
 
-_EVALUATED = "eval_"
+EVALUATED = "eval_"
 """How names of metrics of held-out data begin; the rest is their name in events."""
 
 
@@ -83,11 +83,16 @@ def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str,
             steps, values = _series(key, record, lines, speeds[attempt])
             counts = steps <= kept.get(attempt, math.inf)
             parts.append((steps[counts], values[counts]))
-        steps, values = _merge(parts)
+        steps, values = keep_latest(parts)
         if steps.size:
             series[key] = (steps, values)
+    return series | beside_steps(run, keys)
+
+
+def beside_steps(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str, Series]:
+    """Return the metrics that are not in the records of steps, by default all of them."""
     tasks = _tasks(run)
-    return series | {key: tasks[key] for key in (tasks if keys is None else keys) if key in tasks}
+    return {key: tasks[key] for key in (tasks if keys is None else keys) if key in tasks}
 
 
 def _tasks(run: RunFolder) -> dict[str, Series]:
@@ -107,11 +112,11 @@ def _tasks(run: RunFolder) -> dict[str, Series]:
 def _all_keys(attempts: Sequence[tuple[Record, list[bytes]]]) -> list[str]:
     recorded = dict.fromkeys(key for _, lines in attempts for event in _events(lines) for key in event)
     evaluations = (event for record, _ in attempts for event in record.events if event["kind"] == "eval")
-    evaluated = dict.fromkeys(_EVALUATED + key for event in evaluations for key in event if key not in _NO_METRIC)
-    return [*(key for key in recorded if key not in _NO_METRIC), *_DERIVED, *evaluated]
+    evaluated = dict.fromkeys(EVALUATED + key for event in evaluations for key in event if key not in NO_METRIC)
+    return [*(key for key in recorded if key not in NO_METRIC), *_DERIVED, *evaluated]
 
 
-def _merge(parts: Sequence[Series]) -> Series:
+def keep_latest(parts: Sequence[Series]) -> Series:
     """Concatenate attempts; of duplicate steps, the later one counts."""
     import numpy as np
 
@@ -127,8 +132,8 @@ def _series(key: str, record: Record, lines: list[bytes], speed: "_Speed") -> Se
     """Return a metric of one attempt."""
     import numpy as np
 
-    if key.startswith(_EVALUATED):
-        name = key.removeprefix(_EVALUATED)
+    if key.startswith(EVALUATED):
+        name = key.removeprefix(EVALUATED)
         steps, table = _read_table([event for event in record.events if event["kind"] == "eval"], [name])
         return steps, table[:, 0]
     fields, derive = _DERIVED.get(key, ([key], None))
@@ -251,4 +256,5 @@ _DERIVED: dict[str, tuple[Sequence[str], Callable[[_Floats, _Speed], _Floats]]] 
     ),
 }
 
-_NO_METRIC = {"kind", "t", "step", "data", "compute"}  # the times are derived as step_s and data_s
+NO_METRIC = {"kind", "t", "step", "data", "compute"}
+"""Fields of a step that are not metrics; its times are derived as step_s and data_s."""
