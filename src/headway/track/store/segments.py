@@ -58,8 +58,9 @@ def parse_segment(data: bytes, opening: Event) -> SegmentData:
             elif kind == "step":
                 _add_step(columns, step, event)
             elif kind == "eval":
-                for name in event.keys() - NO_METRIC:
-                    _add(columns, EVALUATED + name, step, event[name])
+                for name, value in event.items():
+                    if name not in NO_METRIC:
+                        _add(columns, EVALUATED + name, step, value)
             elif kind == "resumed":
                 resumed = step
     series = {
