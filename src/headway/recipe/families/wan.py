@@ -98,6 +98,11 @@ class Wan(DiffusionModel):
         return self.in_channels + self.image_channels
 
     @property
+    def usual_tokens(self) -> int:
+        """Latents of 81 frames of 480 x 832 pixels."""
+        return (21 // self.patch[0]) * (60 // self.patch[1]) * (104 // self.patch[2])
+
+    @property
     def rotary_dims(self) -> tuple[int, int, int]:
         """Dimensions of a head that are rotated by frame, row and column."""
         space = 2 * (self.head_dim // 6)
