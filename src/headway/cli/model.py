@@ -170,6 +170,8 @@ def _of_folder(what: str, folder: Path) -> NamedModel:
     config = read_config(folder)
     model = model_from_config(config)
     positions = config.get("max_position_embeddings")
+    if isinstance(model, DiffusionModel):
+        return NamedModel(what, "folder", model, model.usual_tokens, model.usual_tokens, folder=folder)
     longest = model.longest or (positions if isinstance(positions, int) and positions > 0 else USUAL_SEQ)
     return NamedModel(what, "folder", model, min(longest, USUAL_SEQ), longest, folder=folder)
 
