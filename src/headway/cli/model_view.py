@@ -79,12 +79,12 @@ def document_of(
 
 
 def _model_type(model: Model, seq: int) -> str | None:
-    """Return the name in `transformers`; None if it has no such decoder."""
+    """Return the name in `transformers` or `diffusers`; None if it has no such model."""
     try:
         config = model.to_config(seq)
-        return str(config.get("model_type") or config["_class_name"])
     except ModelError:
         return None
+    return str(config["_class_name"] if isinstance(model, DiffusionModel) else config["model_type"])
 
 
 def _fields(model: Model) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def _fields(model: Model) -> dict[str, Any]:
 def show_lines(model: Model, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a model as text."""
     kind = document["model_type"]
-    library = "diffusers" if isinstance(model, DiffusionModel) else "transformers"
     yield shortened(f"{document['name']}: {KINDS[document['kind']]}", columns())
+    library = "diffusers" if isinstance(model, DiffusionModel) else "transformers"
     yield _fact("family", f"{model.family} ({f'{library}: {kind}' if kind else f'not in {library}'})")
     yield from _shape_lines(model, document["windows"])
     yield _fact("parameters", f"{count(document['parameters'])} ({document['parameters']:,})")
@@ -108,7 +108,7 @@ def show_lines(model: Model, document: Mapping[str, Any]) -> Iterator[str]:
     if document["stored"] is not None:
         dtypes = ", ".join(f"{name} {byte_size(number)}" for name, number in document["stored"]["dtypes"].items())
         yield _fact("stored", f"{plural(document['stored']['tensors'], 'tensor')}: {dtypes}")
-    if document["kind"] == "folder":
+    if document["kind"] == "folder" and not isinstance(model, DiffusionModel):
         yield _fact("template", _template(document["chat_template"]))
     for note in document["notes"]:
         yield from _wrap(f"note: {note}")
@@ -118,6 +118,9 @@ def _shape_lines(model: Model, windows: Mapping[int, int]) -> Iterator[str]:
     yield _fact("shape", f"{plural(model.layers, 'layer')}, width {model.dim:,}, feed-forward {model.hidden:,}")
     keys = "" if model.kv_heads == model.heads else f", {model.kv_heads} KV heads"
     yield _fact("heads", f"{model.heads} of {model.head_dim}{keys}")
+    if isinstance(model, DiffusionModel):
+        yield from _diffusion_lines(model)
+        return
     experts = model.architecture().experts
     if experts is not None:
         shared = f", {experts.shared} shared" if experts.shared else ""
@@ -127,17 +130,24 @@ def _shape_lines(model: Model, windows: Mapping[int, int]) -> Iterator[str]:
             else "; the first layer is dense" * experts.dense_layers
         )
         yield _fact("experts", f"{experts.top_k} of {experts.count}, each {experts.hidden:,} wide{shared}{dense}")
-    if isinstance(model, DiffusionModel):
-        patch = " x ".join(map(str, model.patch_sizes))
-        what = f"{model.num_classes} classes" if model.conditioning == "class" else f"{model.text_tokens} text tokens"
-        yield _fact("patches", f"{patch} (frames x rows x columns) of {plural(model.in_channels, 'channel')}")
-        yield _fact("condition", what)
-        return
     tied = "tied" if model.tie_embeddings else "not tied"
     yield _fact("vocabulary", f"{model.vocabulary:,}, embedding and head {tied}")
     yield _fact("positions", _positions(model))
     seen = [f"{window:,} tokens in {layers} of {model.layers} layers" for window, layers in windows.items()]
     yield _fact("windows", ", ".join(seen) or "none: full causal attention")
+
+
+def _diffusion_lines(model: DiffusionModel) -> Iterator[str]:
+    frames, rows, columns_ = model.patch_sizes
+    extra = f" and {model.input_channels - model.in_channels} of an image" * (model.input_channels > model.in_channels)
+    yield _fact(
+        "patches", f"{frames} x {rows} x {columns_} (frames, rows, columns) of {model.in_channels} channels{extra}"
+    )
+    if model.conditioning == "class":
+        yield _fact("condition", f"a class of {model.num_classes:,}")
+    else:
+        yield _fact("condition", f"a text of {model.text_tokens} tokens, in states of width {model.text_dim:,}")
+    yield _fact("attention", "full: every patch attends to all")
 
 
 def _positions(model: Model) -> str:
@@ -162,6 +172,10 @@ def _cost_lines(document: Mapping[str, Any]) -> Iterator[str]:
         "training", f"{byte_size(training['total'])}: {states}, {training['optimizer']} {byte_size(training['states'])}"
     )
     yield _fact("", "plus activations: see headway plan")
+    if document["flops_per_sample"] is not None:
+        sample = count(document["flops_per_sample"])
+        yield _fact("FLOPs", f"{sample} per training sample of {document['seq']:,} patches (--seq)")
+        return
     full = count(document["flops_per_token_full_attention"])
     yield _fact(
         "FLOPs",

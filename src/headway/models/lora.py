@@ -1,4 +1,4 @@
-"""Low-rank adapters on the linear layers of a plain decoder: added on the meta device, before it is parallelized.
+"""Low-rank adapters on the linear layers of a plain model: added on the meta device, before it is parallelized.
 
 A layer keeps its name, weight and bias; its adapter is two more parameters. Its forward computes
 W x + scale B (A x), so that splits of W by rows or columns apply to B and A (`parallel/tensor.py`).
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headway.errors import ModelError
 from headway.kernels import batch_invariant
 from headway.models.decoder import Decoder
+from headway.models.diffusion import DiffusionTransformer
 from headway.models.experts import BiasBalance
 from headway.models.layers import Linear
 from headway.models.nf4 import BLOCK, nf4_linear, quantize
@@ -61,8 +62,8 @@ class LoraLinear(Linear):
         return y + linear(low * self.scale, self.lora_b.to(x.dtype))
 
 
-def add_adapters(model: Decoder, lora: Lora) -> None:
-    """Freeze a decoder on the meta device, quantize its layers if asked to, and add float32 adapters to the targets."""
+def add_adapters(model: Decoder | DiffusionTransformer, lora: Lora) -> None:
+    """Freeze a model on the meta device, quantize its layers if asked to, and add float32 adapters to the targets."""
     model.requires_grad_(False)
     modules = dict(model.named_modules())
     if lora.quantize is not None:

@@ -5,13 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headway.plan.architecture import cached_elements
+from headway.plan.diffusion import flops_per_sample
 from headway.plan.flops import active_parameters, flops_per_token, flops_per_token_full_attention
 from headway.plan.optimizer import optimizer_state_bytes
 from headway.recipe import Lora, Model, Train
 from headway.recipe.lora import adapter_tensors
 from headway.recipe.patterns import first_match
 
-PARTS = ("embedding", "attention", "feed-forward", "experts", "shared experts", "router", "norms", "head")
+PARTS = (
+    "embedding", "patches", "condition", "modulation", "attention", "cross-attention", "feed-forward", "experts",
+    "shared experts", "router", "norms", "head",
+)  # fmt: skip
 """In display order."""
 PRECISIONS = {"float32": 4, "bfloat16": 2, "8 bit": 1}
 """Bytes per weight."""
@@ -68,7 +72,10 @@ class ModelSummary:
     seq: int
     flops_per_token: int
     flops_per_token_full_attention: int
-    cache: KvCacheBytes
+    flops_per_sample: int | None
+    """Of a diffusion transformer: per training sample of `seq` patches."""
+    cache: KvCacheBytes | None
+    """None for a diffusion transformer, which has none."""
     windows: Mapping[int, int]
     """Number of layers by sliding window."""
 
@@ -92,16 +99,25 @@ def describe(
         seq=seq,
         flops_per_token=flops_per_token(arch, seq),
         flops_per_token_full_attention=flops_per_token_full_attention(arch, seq),
-        cache=cache_of(model, length or seq),
+        flops_per_sample=None if arch.diffusion is None else flops_per_sample(arch, seq),
+        cache=cache_of(model, length or seq) if arch.diffusion is None else None,
         windows=windows_of(model),
     )
 
 
 def part_of(name: str) -> str:
-    """The part of a decoder that a tensor belongs to."""
+    """The part of a model that a tensor belongs to."""
     owner = name.rpartition(".")[0]
     if owner.endswith("norm"):
         return "norms"
+    if "modulation" in name:
+        return "modulation"
+    if ".cross." in name:
+        return "cross-attention"
+    if name.startswith("patch."):
+        return "patches"
+    if name.startswith(("time.", "text.", "image.", "classes.")):
+        return "condition"
     if not name.startswith("layers."):
         return "head" if name.startswith("head.") else "embedding"
     if ".attention." in name:

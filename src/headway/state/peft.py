@@ -6,6 +6,9 @@ with a digest of the base's weights, so that an adapter is never used with anoth
 
 Some families of `transformers` pack several linear layers into one. Reading splits B by its rows; writing joins the
 adapters of a packed layer into one of a larger rank, B being block-diagonal: the same map.
+
+Of a diffusion transformer, the folder also has pytorch_lora_weights.safetensors, which a pipeline of diffusers loads:
+the same tensors, named transformer.<module>.lora_A.weight, with the scale multiplied into B.
 """
 
 import json
@@ -22,6 +25,7 @@ import numpy.typing as npt
 
 from headway.errors import ModelError, StateError
 from headway.recipe import Lora, Model
+from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.lora import A, B, adapted_layers
 from headway.recipe.model import HfTensor
 from headway.state import hf_packing as packing
@@ -31,6 +35,7 @@ from headway.state.safetensors_file import bits_dtype, read_header
 
 CONFIG, WEIGHTS, FACTS = "adapter_config.json", "adapter_model.safetensors", "headway.json"
 PREFIX = "base_model.model."
+PIPELINE_WEIGHTS, PIPELINE_PREFIX = "pytorch_lora_weights.safetensors", "transformer."
 
 Floats = npt.NDArray[np.float32]
 
@@ -161,8 +166,23 @@ def write_adapter(folder: Path, model: Model, adapter: Adapter) -> None:
     with new_model_folder(folder) as partial_folder:
         write_json(partial_folder / CONFIG, _config(model, adapter, ranks))
         write_json(partial_folder / FACTS, {"base": adapter.base})
-        for _ in write_weight_file(partial_folder / WEIGHTS, {name: _lazy(value) for name, value in tensors.items()}):
-            pass
+        _write(partial_folder / WEIGHTS, tensors)
+        if isinstance(model, DiffusionModel):
+            _write(partial_folder / PIPELINE_WEIGHTS, _of_pipeline(tensors, adapter))
+
+
+def _write(file: Path, tensors: Mapping[str, Floats]) -> None:
+    for _ in write_weight_file(file, {name: _lazy(value) for name, value in tensors.items()}):
+        pass
+
+
+def _of_pipeline(tensors: Mapping[str, Floats], adapter: Adapter) -> dict[str, Floats]:
+    """Return tensors by the names of a diffusers pipeline, which takes alpha to be the rank."""
+    scale = np.float32(next(iter(adapter.layers.values())).scale)
+    return {
+        f"{PIPELINE_PREFIX}{name.removeprefix(PREFIX)}": value if ".lora_A." in name else scale * value
+        for name, value in tensors.items()
+    }
 
 
 def _lazy(values: Floats) -> LazyWeight:
@@ -296,7 +316,7 @@ def _config(model: Model, adapter: Adapter, ranks: Mapping[str, int]) -> dict[st
 
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": None if isinstance(model, DiffusionModel) else "CAUSAL_LM",
         "base_model_name_or_path": adapter.base_name,
         "r": rank,
         "lora_alpha": alpha(rank),

@@ -122,6 +122,11 @@ class DiffusionModel(Model):
         """Return the number of patches, which is the length of the sequence."""
         return math.prod(self.grid(frames, height, width))
 
+    @property
+    def usual_tokens(self) -> int:
+        """Patches of the samples that such models are usually trained on, where no data says it."""
+        raise NotImplementedError
+
     # -- cost
 
     def costs(self, **more: Any) -> Architecture:

@@ -53,6 +53,11 @@ class DiT(DiffusionModel):
         return 1, self.patch, self.patch
 
     @property
+    def usual_tokens(self) -> int:
+        """Images of the base size, or of 32 x 32 latents (256 x 256 pixels)."""
+        return max(1, (self.base_size or 32) // self.patch) ** 2
+
+    @property
     def output_channels(self) -> int:
         """Twice the prediction's with a learned variance."""
         return self.in_channels * (2 if self.learned_variance else 1)

@@ -98,6 +98,11 @@ class Wan(DiffusionModel):
         return self.in_channels + self.image_channels
 
     @property
+    def usual_tokens(self) -> int:
+        """Latents of 81 frames of 480 x 832 pixels."""
+        return (21 // self.patch[0]) * (60 // self.patch[1]) * (104 // self.patch[2])
+
+    @property
     def rotary_dims(self) -> tuple[int, int, int]:
         """Dimensions of a head that are rotated by frame, row and column."""
         space = 2 * (self.head_dim // 6)
@@ -205,10 +210,10 @@ class Wan(DiffusionModel):
             **mlp("text", self.text_dim, self.dim, self.dim),
         }
         if self.image_dim is not None:
-            first |= _norm("image.norm", self.image_dim) | mlp("image", self.image_dim, self.image_dim, self.dim)
-            first |= _norm("image.out_norm", self.dim)
             if self.image_positions is not None:
                 first["image.positions"] = (1, self.image_positions, self.image_dim)
+            first |= mlp("image", self.image_dim, self.image_dim, self.dim)
+            first |= _norm("image.norm", self.image_dim) | _norm("image.out_norm", self.dim)
         outputs = self.in_channels * self.patch[0] * self.patch[1] * self.patch[2]
         return first, {"head.modulation": (1, 2, self.dim)} | linear("head.out", self.dim, outputs, True)
 
