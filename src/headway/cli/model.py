@@ -20,6 +20,7 @@ from headway.plan.model_summary import describe
 from headway.recipe import Model, Recipe, load_recipe
 from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.huggingface import model_from_config, read_config
+from headway.recipe.sample_tokens import with_sample_tokens
 from headway.recipe.upgrade import upgrade_recipe
 from headway.state import find_checkpoint
 from headway.state.added_tokens import add_tokens
@@ -182,7 +183,9 @@ def _of_recipe(what: str, file: Path, runs: Path | None, settings: list[str]) ->
         from headway.agent.launch.prepare import resolve_model  # takes 0.35 s, and few recipes have model.init
 
         model = resolve_model(model, runs_root(runs))
-    if model.class_ is None and model.vocab_size is None and not isinstance(model, DiffusionModel):
+    if isinstance(model, DiffusionModel):
+        recipe = with_sample_tokens(recipe.model_copy(update={"model": model}))
+    elif model.class_ is None and model.vocab_size is None:
         model, notes = _with_vocabulary(model, Path(next(iter(recipe.data.parts.values())).path))
     return _trained(what, "recipe", recipe, model, notes=notes)
 
