@@ -32,6 +32,11 @@ def commands(folder: Path, recipe: str) -> None:
             assert done.returncode == 0, done.stdout + done.stderr
 
 
+def only_run(folder: Path) -> RunFolder:
+    (run,) = (folder / "runs").iterdir()
+    return RunFolder(run)
+
+
 def generated(run: RunFolder, conditions: list[int] | list[str], guidance: float) -> np.ndarray:
     """Samples of a run's EMA weights [N, T, Y, X, 3]."""
     torch.set_num_threads(os.cpu_count() or 1)
@@ -51,7 +56,7 @@ def test_a_classifier_recognizes_generated_digits(tmp_path: Path) -> None:
 
     commands(tmp_path, "images.toml")
     labels = [number % 10 for number in range(300)]
-    pixels = generated(RunFolder(tmp_path / "runs" / "digits"), labels, guidance=2.0)
+    pixels = generated(only_run(tmp_path), labels, guidance=2.0)
     images, truth = load_digits(return_X_y=True)
     classifier = SVC(gamma=0.001).fit(images[:1200], truth[:1200])
     assert classifier.score(images[1200:], truth[1200:]) > 0.94  # it is a judge to trust
@@ -93,6 +98,6 @@ def test_motion_is_measured_right_on_real_clips() -> None:
 def test_motion_in_generated_clips_is_that_of_their_captions(tmp_path: Path) -> None:
     commands(tmp_path, "video.toml")
     prompts = [f"a {colour} {shape} moves {way}" for colour in COLOURS for shape in SHAPES[:2] for way in DIRECTIONS]
-    clips = generated(RunFolder(tmp_path / "runs" / "shapes"), prompts, guidance=3.0)
+    clips = generated(only_run(tmp_path), prompts, guidance=3.0)
     right = [motion_of(clip) == prompt.rpartition(" ")[2] for clip, prompt in zip(clips, prompts, strict=True)]
     assert np.mean(right) >= 0.8

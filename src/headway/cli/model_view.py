@@ -94,8 +94,8 @@ def _fields(model: Model) -> dict[str, Any]:
 def show_lines(model: Model, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a model as text."""
     kind = document["model_type"]
-    library = "diffusers" if isinstance(model, DiffusionModel) else "transformers"
     yield shortened(f"{document['name']}: {KINDS[document['kind']]}", columns())
+    library = "diffusers" if isinstance(model, DiffusionModel) else "transformers"
     yield _fact("family", f"{model.family} ({f'{library}: {kind}' if kind else f'not in {library}'})")
     yield from _shape_lines(model, document["windows"])
     yield _fact("parameters", f"{count(document['parameters'])} ({document['parameters']:,})")
@@ -130,12 +130,6 @@ def _shape_lines(model: Model, windows: Mapping[int, int]) -> Iterator[str]:
             else "; the first layer is dense" * experts.dense_layers
         )
         yield _fact("experts", f"{experts.top_k} of {experts.count}, each {experts.hidden:,} wide{shared}{dense}")
-    if isinstance(model, DiffusionModel):
-        patch = " x ".join(map(str, model.patch_sizes))
-        what = f"{model.num_classes} classes" if model.conditioning == "class" else f"{model.text_tokens} text tokens"
-        yield _fact("patches", f"{patch} (frames x rows x columns) of {plural(model.in_channels, 'channel')}")
-        yield _fact("condition", what)
-        return
     tied = "tied" if model.tie_embeddings else "not tied"
     yield _fact("vocabulary", f"{model.vocabulary:,}, embedding and head {tied}")
     yield _fact("positions", _positions(model))
