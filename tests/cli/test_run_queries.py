@@ -27,7 +27,7 @@ for verb in (compare, metrics):
 
 @pytest.fixture(autouse=True)
 def _own_index(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

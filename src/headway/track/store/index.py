@@ -2,10 +2,11 @@
 
 A row is made again when its run's folder, records, recipe or labels are not those it was made from, by inode, sizes and
 times; only whether a process holds the run's lock is asked every time. The file can be deleted at any moment: one that
-is damaged, of another format or cannot be written is replaced, or done without.
+is damaged is replaced, one that cannot be written is done without.
 """
 
 import os
+import secrets
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing, suppress
@@ -25,7 +26,7 @@ from headway.track.store.series import metric_statistics
 from headway.track.store.view import MetricStats
 
 FORMAT = 1
-"""The format written; a file of any other is replaced."""
+"""The format written, in the name of the file: versions of Headway that write different ones have one each."""
 AT_A_TIME = 32
 """Runs whose metrics are read before they are stored."""
 
@@ -34,9 +35,9 @@ Progress = Callable[[int, int], None]
 
 
 def index_file() -> Path:
-    """Return the path of the user's index."""
+    """Return the path of the user's index, in $HEADWAY_CACHE, else where the user's caches are."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "headway" / "runs.sqlite"
+    return Path(os.environ.get("HEADWAY_CACHE") or base / "headway") / f"runs-{FORMAT}.sqlite"
 
 
 @dataclass(frozen=True)
@@ -241,30 +242,40 @@ class _Index:
             self._connection = None
 
     def _open(self, afresh: bool = False) -> sqlite3.Connection | None:
-        """Open the file; None if it is damaged, of another format, or cannot be there."""
+        """Open the file; None if it is damaged, or cannot be there."""
         connection = None
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if afresh:
-                for suffix in ("", "-wal", "-shm"):
+                for suffix in ("", "-journal"):
                     Path(f"{self._path}{suffix}").unlink(missing_ok=True)
-            is_new = not self._path.exists()
+            if not self._path.exists():
+                self._create()
             connection = sqlite3.connect(self._path, timeout=2.0)
-            if is_new:
-                self._path.chmod(0o600)
-                connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute(f"PRAGMA user_version = {FORMAT}")
+            connection.execute("PRAGMA synchronous = OFF")  # it can be made again at any time
+            connection.execute("SELECT root, name, stamp, row, stats_stamp, stats FROM runs LIMIT 1").fetchone()
+            return connection
+        except (sqlite3.Error, OSError):
+            if connection is not None:
+                connection.close()
+            return None
+
+    def _create(self) -> None:
+        """Make the file beside and link it to its name, so that nobody opens half of it.
+
+        Not with a write-ahead log: its shared memory is a mapped file, and whoever replaces a damaged index while
+        another thread has it open would kill the process.
+        """
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
+        try:
+            with closing(sqlite3.connect(partial)) as connection:
+                partial.chmod(0o600)
                 connection.execute(
-                    "CREATE TABLE IF NOT EXISTS runs (root TEXT, name TEXT, stamp TEXT, row BLOB, stats_stamp TEXT, "
-                    "stats BLOB, PRIMARY KEY (root, name)) WITHOUT ROWID"
+                    "CREATE TABLE runs (root TEXT, name TEXT, stamp TEXT, row BLOB, stats_stamp TEXT, stats BLOB, "
+                    "PRIMARY KEY (root, name)) WITHOUT ROWID"
                 )
                 connection.commit()
-            connection.execute("PRAGMA synchronous = OFF")  # it can be made again at any time
-            if connection.execute("PRAGMA user_version").fetchone() == (FORMAT,):
-                connection.execute("SELECT stats_stamp FROM runs LIMIT 1").fetchone()
-                return connection
-        except (sqlite3.Error, OSError):
-            pass
-        if connection is not None:
-            connection.close()
-        return None
+            with suppress(FileExistsError):
+                os.link(partial, self._path)
+        finally:
+            partial.unlink(missing_ok=True)
