@@ -47,6 +47,7 @@ VERBS: dict[str, dict[str, str]] = {
         "ps": "List active runs and processes on this machine",
         "report": "Show where every device-second of a run went",
         "metrics": "Print or export a run's metrics",
+        "ui": "Show runs, ledgers and samples in a browser",
         "logs": "Show or follow a run's logs",
         "stacks": "Show what each worker is doing right now",
         "diff": "Compare two runs bit for bit",
