@@ -82,6 +82,8 @@ class RunFolder:
     """Its checkpoints."""
     initial = _PathInRun("initial")
     """The initial weights of a custom model class, as a checkpoint of step 0, with facts about the class."""
+    labels_file = _PathInRun("labels.json")
+    """Tags, a note, and whether it is archived."""
     evals = _PathInRun("evals")
     """Evaluations of its checkpoints."""
     logs = _PathInRun("logs")
