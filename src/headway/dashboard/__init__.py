@@ -1,4 +1,4 @@
-"""The dashboard: pages in a browser about recorded runs. It reads what is recorded, owns no state and writes nothing."""
+"""The dashboard: pages in a browser about recorded runs. It reads what is recorded and writes nothing."""
 
 from headway.dashboard.app import make_app
 from headway.dashboard.server import new_token, serve

@@ -19,7 +19,7 @@ from headway.dashboard.datasets import dataset_list, dataset_samples
 from headway.dashboard.guard import Guard
 from headway.dashboard.live import changes
 from headway.dashboard.recorded import Recorded
-from headway.dashboard.series import plot, rounded
+from headway.dashboard.series import overlay, rounded
 from headway.errors import HeadwayError, RunError, UsageError
 
 STATIC = Path(__file__).parent / "static"
@@ -61,8 +61,15 @@ def _add_runs(app: FastAPI, recorded: Recorded) -> None:
     """Add what the lists of runs, plots and comparisons show."""
 
     @app.get("/api/runs")
-    def runs() -> _Json:
-        return _Json({"runs": recorded.rows(), "root": str(recorded.root), "version": __version__})
+    def runs(where: Annotated[str, Query(max_length=2000)] = "", archived: bool = False) -> _Json:
+        problem = None
+        try:
+            rows = recorded.select(where.strip())
+        except UsageError as error:  # a query that is being typed
+            rows, problem = recorded.rows(), error.message if error.hint is None else f"{error.message}\n{error.hint}"
+        shown = [row for row in rows if archived or not row["archived"]]
+        facts = {"root": str(recorded.root), "version": __version__, "problem": problem}
+        return _Json({"runs": shown, "hidden": len(rows) - len(shown), **facts})
 
     @app.get("/api/run")
     def run(run: Run) -> _Json:
@@ -99,16 +106,13 @@ def _add_runs(app: FastAPI, recorded: Recorded) -> None:
 def series_document(
     recorded: Recorded, names: list[str], keys: list[str], buckets: int, first: int | None, last: int | None
 ) -> dict[str, Any]:
-    """Return plots by metric; a run that is gone or lacks the metric is left out."""
-    by_run = {}
-    for name in dict.fromkeys(names):
-        try:
-            by_run[name] = recorded.metrics(recorded.find(name), keys)
-        except (HeadwayError, OSError):
-            continue
+    """Return plots by metric; a run that is gone or lacks the metric is left out of them."""
+    if first is not None and last is not None:  # a little more, so that lines go to the edges
+        margin = 2 + (last - first) // 10
+        first, last = max(0, first - margin), last + margin
     plots: dict[str, Any] = {}
-    for key in keys:
-        shown = plot({name: own[key] for name, own in by_run.items() if key in own}, buckets, first=first, last=last)
+    for key in dict.fromkeys(keys):
+        shown = overlay(recorded.series(names, key, buckets, first, last))
         plots[key] = {
             "steps": shown.steps.tolist(),
             "lines": {name: rounded(values) for name, values in shown.lines.items()},

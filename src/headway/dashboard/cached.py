@@ -2,13 +2,14 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, final
 
 from headway.track import RunFolder, lock_holder
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 Signature = tuple[Any, ...]
 """Equal as long as nothing was written."""
@@ -42,7 +43,7 @@ def _is_locked(run: RunFolder) -> bool:
 class Cache:
     """The newest values, by key; of threads that want the same one, the first computes it."""
 
-    def __init__(self, most: int = 512) -> None:
+    def __init__(self, most: int = 4096) -> None:
         self._most = most
         self._values: OrderedDict[Hashable, tuple[Signature, Any]] = OrderedDict()
         self._locks: dict[Hashable, threading.Lock] = {}
@@ -67,3 +68,17 @@ class Cache:
                     oldest, _ = self._values.popitem(last=False)
                     self._locks.pop(oldest, None)
             return value
+
+    def get_many(
+        self, signatures: Mapping[K, Signature], compute: Callable[[Sequence[K]], Mapping[K, T]]
+    ) -> dict[K, T]:
+        """Return the values of several keys; those that have changed are computed together."""
+        with self._lock:
+            known = {
+                key: entry[1] for key, now in signatures.items() if (entry := self._values.get(key)) and entry[0] == now
+            }
+        missing = [key for key in signatures if key not in known]
+        fresh = compute(missing) if missing else {}
+        for key, value in fresh.items():
+            self.get(key, signatures[key], lambda value=value: value)  # type: ignore[misc]
+        return {key: fresh[key] if key in fresh else known[key] for key in signatures if key in fresh or key in known}

@@ -1,5 +1,6 @@
 """Models: the checkpoints of runs, with how they scored."""
 
+from functools import partial
 from typing import Any
 
 from headway.dashboard.cached import files_signature
@@ -14,7 +15,7 @@ def model_list(recorded: Recorded) -> list[dict[str, Any]]:
     rows = []
     for run in list_runs(recorded.root):
         signature = (*files_signature(run.checkpoints), *files_signature(run.evals))
-        checkpoints = recorded.cache.get((run.path, "checkpoints"), signature, lambda run=run: _checkpoints(run))
+        checkpoints = recorded.cache.get((run.path, "checkpoints"), signature, partial(_checkpoints, run))
         if checkpoints:
             recipe = read_json(run.recipe_file)
             rows.append({

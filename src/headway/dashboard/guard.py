@@ -48,13 +48,15 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
         if scope["type"] != "http":
             raise RuntimeError(f"no {scope['type']} here")
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = MutableHeaders(raw=message["headers"] if "headers" in message else [])
+                own = MutableHeaders(raw=message.get("headers", []))
                 for name, value in HEADERS.items():
                     own.setdefault(name, value)
                 message["headers"] = own.raw
@@ -62,6 +64,7 @@ class Guard:
 
         answer = await self._refusal(scope, headers, receive)
         await (answer or self._app)(scope, receive, send_guarded)
+        return None
 
     async def _refusal(self, scope: Scope, headers: dict[str, str], receive: Receive) -> Response | None:
         """Return the answer to a request that goes no further; None for one that may pass."""

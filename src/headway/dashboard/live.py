@@ -1,7 +1,6 @@
 """Live updates: what has changed, as server-sent events. Reads only what files say of themselves.
 
-A page hears that a run has changed, and asks for what it shows. Both are paced by what they cost, so that a page about a
-long run takes a few percent of one core at most.
+A page hears that a run has changed, and asks for what it shows. Looking for changes is paced by what it costs.
 """
 
 import asyncio

@@ -1,9 +1,11 @@
 """Recorded runs, as the pages ask for them: found by name, summarized, with their metrics. All reading passes here."""
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,13 @@ from headway.track import (
     RunSummary,
     account,
     list_runs,
-    metric_names,
     read_ends,
-    read_metrics,
     read_run,
     summarize,
 )
-from headway.track.metrics import Series
+from headway.track.store import SeriesView, metric_keys, read_labels, read_series, select_runs
 
+_PATTERN = re.compile(r"[A-Za-z0-9._*?-]+")
 _DETAILS = ("loss", "grad_norm", "lr", "reward")
 
 
@@ -54,15 +55,28 @@ class Recorded:
         """Return a row per run, most recently active first; one that cannot be read says so."""
         return [self._row(run, key) for run, key in self.folders()]
 
+    def select(self, where: str) -> list[dict[str, Any]]:
+        """Return the rows of runs that satisfy a query, or whose name matches a pattern such as demo-*."""
+        rows = self.rows()
+        if not where:
+            return rows
+        if _PATTERN.fullmatch(where):
+            pattern = where if any(letter in where for letter in "*?") else f"*{where}*"
+            return [row for row in rows if fnmatchcase(row["name"], pattern)]
+        kept = {row.folder.name for row in select_runs(self.root, where, archived=True)}
+        return [row for row in rows if row["name"] in kept]
+
     def row(self, name: str) -> dict[str, Any]:
         """Return the row of one run."""
         return self._row(self.find(name), name)
 
     def _row(self, run: RunFolder, key: str) -> dict[str, Any]:
         try:
-            return self.cache.get((key, "row"), signature_of(run), lambda: row_of(run, key))
+            row = self.cache.get((key, "row"), signature_of(run), lambda: row_of(run, key))
         except (RunError, OSError, ValueError) as error:
-            return {"name": key, "state": "unreadable", "step": 0, "problem": str(error)}
+            return {"name": key, "state": "unreadable", "step": 0, "problem": str(error), "archived": False}
+        labels = read_labels(run)
+        return row | {"tags": labels.tags, "note": labels.note, "archived": labels.archived}
 
     def records(self, run: RunFolder) -> list[Record]:
         """Return everything that a run recorded."""
@@ -73,18 +87,28 @@ class Recorded:
         records = self.records(run)
         return account(records), records
 
-    def metrics(self, run: RunFolder, keys: Sequence[str]) -> dict[str, Series]:
-        """Return metrics of a run; those that it does not have are left out."""
-        signature = self._signature(run)
-        series = {
-            key: self.cache.get((run.path, "metric", key), signature, lambda key=key: read_metrics(run, [key]).get(key))
-            for key in keys
+    def series(
+        self, names: Sequence[str], key: str, points: int, first: int | None = None, last: int | None = None
+    ) -> list[SeriesView]:
+        """Return a metric of several runs in at most so many points each; runs that are gone are left out."""
+        folders = {name: run for run, name in self.folders() if name in set(names)}
+        question = (key, points, first, last)
+        signatures = {
+            (folders[name].path, question): self._signature(folders[name]) for name in names if name in folders
         }
-        return {key: values for key, values in series.items() if values is not None}
+        by_path = {run.path: name for name, run in folders.items()}
+
+        def read(missing: Sequence[tuple[Path, Any]]) -> dict[tuple[Path, Any], SeriesView]:
+            runs = [RunFolder(path) for path, _ in missing]
+            views = read_series(runs, key, points=points, first=first, last=last)
+            return dict(zip(missing, views, strict=True))
+
+        views = self.cache.get_many(signatures, read)
+        return [replace(view, run=by_path[path]) for (path, _), view in views.items()]
 
     def metric_names(self, run: RunFolder) -> list[str]:
         """Return the names of a run's metrics."""
-        return self.cache.get((run.path, "names"), self._signature(run), lambda: metric_names(run))
+        return self.cache.get((run.path, "names"), self._signature(run), lambda: metric_keys(run))
 
     def _signature(self, run: RunFolder) -> Signature:
         return (*files_signature(run.events, "*.jsonl"), *files_signature(run.evals, "*.json"))

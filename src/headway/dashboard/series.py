@@ -1,12 +1,12 @@
 """Series of metrics for plots: a few hundred points that show what thousands of steps did. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from headway.track.metrics import Series
+from headway.track.store import SeriesView
 
 Floats = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
@@ -17,34 +17,29 @@ class Plot:
     """One metric of several runs over common steps."""
 
     steps: Steps
-    """In ascending order. Where there are more steps than buckets: two per bucket, its first and its middle."""
-    lines: Mapping[str, Floats]
-    """Per run a value at each of `steps`, NaN where there is none. Of a bucket its smallest and largest, in the order in
-    which the metric went, so that a spike of one step is never lost."""
-    means: Mapping[str, Floats] | None
+    """In ascending order. Of buckets wider than a step: two per bucket, its beginning and its middle."""
+    lines: dict[str, Floats]
+    """Per run a value at each of `steps`, NaN where there is none. Of a bucket its smallest and its largest, in the
+    order in which the metric went, so that a spike of one step is never lost."""
+    means: dict[str, Floats] | None
     """Of each bucket; None where every step has a point of its own."""
 
 
-def plot(runs: Mapping[str, Series], buckets: int, *, first: int | None = None, last: int | None = None) -> Plot:
-    """Return a metric of several runs between two steps, in so many buckets at most."""
-    cut = {name: _between(series, first, last) for name, series in runs.items()}
-    steps = _union([series[0] for series in cut.values()])
-    if steps.size <= 2 * buckets:
-        return Plot(steps, {name: _placed(series, steps) for name, series in cut.items()}, None)
-    edges = np.unique(np.linspace(steps[0], steps[-1] + 1, buckets + 1).astype(np.int64))
-    starts, ends = edges[:-1], edges[1:]
+def overlay(views: Sequence[SeriesView]) -> Plot:
+    """Return series of several runs over common steps; those of runs without values are left out."""
+    filled = {view.run: view for view in views if view.steps.size}
+    width = max((view.width for view in filled.values()), default=1)
+    if width == 1:
+        steps = _union([view.steps for view in filled.values()])
+        return Plot(steps, {name: _placed(view.steps, view.mean, steps) for name, view in filled.items()}, None)
+    # A view of narrower buckets, of a shorter run, joins them to those of the others.
+    buckets = _union([np.unique(view.steps // width) for view in filled.values()])
+    starts = np.maximum(buckets * width, min(int(view.steps[0]) for view in filled.values()))
+    steps = np.column_stack([starts, np.maximum(starts, buckets * width + width // 2)]).ravel()
     lines, means = {}, {}
-    for name, (own_steps, values) in cut.items():
-        lines[name], means[name] = _bucketed(own_steps, values, edges)
-    return Plot(np.column_stack([starts, (starts + ends) // 2]).ravel(), lines, means)
-
-
-def _between(series: Series, first: int | None, last: int | None) -> Series:
-    """Cut a series, with one more step at each side, so that its line goes to the edge."""
-    steps, values = series
-    begin = 0 if first is None else max(int(np.searchsorted(steps, first)) - 1, 0)
-    end = steps.size if last is None else int(np.searchsorted(steps, last, side="right")) + 1
-    return steps[begin:end], values[begin:end]
+    for name, view in filled.items():
+        lines[name], means[name] = _bucketed(view, width, buckets)
+    return Plot(steps, lines, means)
 
 
 def _union(parts: Sequence[Steps]) -> Steps:
@@ -57,39 +52,37 @@ def _union(parts: Sequence[Steps]) -> Steps:
     return distinct[0] if len(distinct) == 1 else np.unique(np.concatenate(distinct))
 
 
-def _placed(series: Series, steps: Steps) -> Floats:
-    values = np.full(steps.size, np.nan)
-    values[np.searchsorted(steps, series[0])] = series[1]
-    return values
+def _placed(own: Steps, values: Floats, steps: Steps) -> Floats:
+    if own is steps:
+        return values
+    placed = np.full(steps.size, np.nan)
+    placed[np.searchsorted(steps, own)] = values
+    return placed
 
 
-def _bucketed(steps: Steps, values: Floats, edges: Steps) -> tuple[Floats, Floats]:
+def _bucketed(view: SeriesView, width: int, buckets: Steps) -> tuple[Floats, Floats]:
     """Return two values and the mean of each bucket; NaN for buckets without values."""
-    count = edges.size - 1
-    pairs, means = np.full((count, 2), np.nan), np.full(count, np.nan)
-    finite = np.isfinite(values)
-    steps, values = steps[finite], values[finite]
-    begins = np.searchsorted(steps, edges[:-1])
-    ends = np.searchsorted(steps, edges[1:])
-    filled = np.flatnonzero(ends > begins)
-    if not filled.size:
-        return pairs.ravel(), means
-    begins, ends = begins[filled], ends[filled]
-    # Neighbouring buckets without a gap: each begins where the one before it ends, as reduceat wants it.
-    lows, highs = np.minimum.reduceat(values, begins), np.maximum.reduceat(values, begins)
-    sums = np.add.reduceat(values, begins)
-    rises = values[ends - 1] >= values[begins]
-    pairs[filled, 0] = np.where(rises, lows, highs)
-    pairs[filled, 1] = np.where(rises, highs, lows)
-    means[filled] = sums / (ends - begins)
-    return pairs.ravel(), means
+    owner = view.steps // width
+    begins = np.flatnonzero(np.concatenate([[True], owner[1:] != owner[:-1]]))
+    lows, highs = np.fmin.reduceat(view.minimum, begins), np.fmax.reduceat(view.maximum, begins)
+    counts = np.add.reduceat(view.count, begins)
+    sums = np.add.reduceat(np.where(view.count > 0, view.mean, 0.0) * view.count, begins)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = np.where(counts > 0, sums / counts, np.nan)
+    before = np.concatenate([[means[0]], means[:-1]])
+    rises = ~(means < before)
+    pairs = np.full((buckets.size, 2), np.nan)
+    places = np.searchsorted(buckets, owner[begins])
+    pairs[places, 0] = np.where(rises, lows, highs)
+    pairs[places, 1] = np.where(rises, highs, lows)
+    return pairs.ravel(), _placed(owner[begins], means, buckets)
 
 
 def rounded(values: Floats, digits: int = 6) -> list[float | None]:
     """Return values with so many significant digits, None for those that are not finite: as they are sent."""
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(values))))
-        short = np.where(values == 0, 0.0, np.round(values * scale) / scale)
-    usable = np.isfinite(scale) | (values == 0)
+        short = np.round(values * scale) / scale
+    usable = np.isfinite(scale) & np.isfinite(short) & (scale != 0)
     out = np.where(usable, short, values)
     return [value if value - value == 0 else None for value in out.tolist()]

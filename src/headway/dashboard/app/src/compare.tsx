@@ -2,7 +2,7 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { ask, useAsk, useLive } from "./api";
 import { Chart, SERIES_COLORS } from "./chart";
-import { count, fixed, percent, setting, short } from "./format";
+import { count, loss, percent, setting, short } from "./format";
 import { Card, Empty, Problem, State } from "./parts";
 import { Choice, Escape, Metrics, rangeOf } from "./run";
 import { go, runUrl, setQuery, usePlace } from "./router";
@@ -55,7 +55,7 @@ function Choose({ names }: { names: string[] }) {
               <li key={row.name}>
                 <label><input type="checkbox" checked={picked.has(row.name)} onChange={() => toggle(row.name)} /> {row.name}</label>
                 <State state={row.state} />
-                <span class="muted num">step {count(row.step)}, loss {fixed(row.loss, 4)}</span>
+                <span class="muted num">step {count(row.step)}, loss {loss(row.loss)}</span>
               </li>
             ))}
           </ul>
@@ -166,7 +166,7 @@ function Runs({ data, names, hidden, toggle }: { data: Comparison | null; names:
                   <th scope="row"><span class={`swatch c${index % SERIES_COLORS} d${Math.floor(index / SERIES_COLORS) % 4}`} aria-hidden="true" /><a href={runUrl(name)}>{name}</a></th>
                   <td>{row && <State state={row.state} />}</td>
                   <td class="num">{count(row?.step)}</td>
-                  <td class="num">{fixed(row?.loss, 4)}</td>
+                  <td class="num">{loss(row?.loss)}</td>
                   <td class="num">{short(row?.tokens_per_s)}</td>
                   <td class="num">{percent(row?.mfu)}</td>
                   <td class="pick"><button class="ghost small" aria-label={`Remove ${name}`} onClick={() => setQuery({ run: names.filter((each) => each !== name) })}>×</button></td>

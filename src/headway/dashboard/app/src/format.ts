@@ -19,6 +19,11 @@ export function fixed(value: number | null | undefined, digits: number): string 
   return value == null ? DASH : value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
+/** Four digits behind the point, so that rows align; another form for what would be nothing but zeros. */
+export function loss(value: number | null | undefined): string {
+  return value != null && value !== 0 && Math.abs(value) < 1e-3 ? number(value) : fixed(value, 4);
+}
+
 export function percent(share: number | null | undefined, digits = 1): string {
   return share == null ? DASH : `${(100 * share).toFixed(digits)} %`;
 }

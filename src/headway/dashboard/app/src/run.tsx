@@ -2,7 +2,7 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { ask, useAsk, useLive } from "./api";
 import { Chart, type Mark } from "./chart";
-import { clock, count, duration, fixed, number, percent, seconds, short, when } from "./format";
+import { clock, count, duration, fixed, loss, number, percent, seconds, short, when } from "./format";
 import { Attempts, LedgerCard, PlanCard } from "./ledger";
 import { Logs, Stacks } from "./logs";
 import { Card, Command, Empty, Fact, Problem, State, Tabs } from "./parts";
@@ -12,7 +12,7 @@ import { runUrl, setQuery, usePlace } from "./router";
 import { Samples } from "./samples";
 import type { Ledger, Overview, Plot } from "./types";
 
-const FIRST = ["loss", "reward", "grad_norm", "lr", "tokens_per_s", "mfu", "eval_loss"];
+const FIRST = ["reward", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "eval_loss"];
 const AT_FIRST = 4;
 
 export function RunPage({ name }: { name: string }) {
@@ -95,7 +95,7 @@ function Title({ run, ledger, live, gone }: { run: Overview; ledger: Ledger | nu
         {!live && !gone && <span class="muted" role="status">not connected: what is shown may be old</span>}
       </div>
       {run.state !== "running" && run.reason && run.state !== "finished" && <p class="reason">{run.reason}</p>}
-      {share !== null && (
+      {share !== null && share < 1 && (
         <div class="progress" role="progressbar" aria-label="steps done" aria-valuemin={0} aria-valuemax={run.total_steps!} aria-valuenow={run.step}>
           <svg width="100%" height="4" viewBox="0 0 100 4" preserveAspectRatio="none"><rect x="0" y="0" width={100 * share} height="4" /></svg>
         </div>
@@ -103,7 +103,7 @@ function Title({ run, ledger, live, gone }: { run: Overview; ledger: Ledger | nu
       <dl class="facts">
         <Fact label="step">{count(run.step)}{run.total_steps != null && <span class="muted"> / {count(run.total_steps)}</span>}</Fact>
         {run.reward != null && <Fact label="reward">{fixed(run.reward, 3)}</Fact>}
-        <Fact label="loss">{fixed(run.loss, 4)}</Fact>
+        <Fact label="loss">{loss(run.loss)}</Fact>
         {running ? <Fact label="ETA">{duration(run.eta_s)}</Fact> : <Fact label="took">{duration(run.seconds)}</Fact>}
         <Fact label="tokens/s">{short(run.tokens_per_s)}</Fact>
         <Fact label="MFU">{percent(ledger?.mfu ?? run.mfu)}</Fact>

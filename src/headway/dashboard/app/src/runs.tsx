@@ -1,7 +1,7 @@
 // All runs: filter, sort, choose columns, select some to compare. The list follows the runs while they go on.
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { ask, useAsk, useLive } from "./api";
-import { duration, fixed, number, percent, short, when } from "./format";
+import { duration, fixed, loss, number, percent, short, when } from "./format";
 import { Empty, Problem, State } from "./parts";
 import { go, runUrl, setQuery, usePlace } from "./router";
 import type { Plot, RunRow } from "./types";
@@ -11,6 +11,7 @@ interface Listing {
   root: string;
   version: string;
   problem?: string | null;
+  hidden: number;
 }
 
 interface Column {
@@ -25,7 +26,7 @@ interface Column {
 
 const COLUMNS: Column[] = [
   { key: "step", title: "step", num: true, value: (r) => r.step, show: (r) => r.step.toLocaleString("en-US") },
-  { key: "loss", title: "loss", num: true, value: (r) => r.loss, show: (r) => fixed(r.loss, 4) },
+  { key: "loss", title: "loss", num: true, value: (r) => r.loss, show: (r) => loss(r.loss) },
   { key: "reward", title: "reward", num: true, value: (r) => r.reward, show: (r) => fixed(r.reward, 3) },
   { key: "tokens_per_s", title: "tokens/s", num: true, value: (r) => r.tokens_per_s, show: (r) => short(r.tokens_per_s), narrow: true },
   { key: "mfu", title: "MFU", num: true, value: (r) => r.mfu, show: (r) => percent(r.mfu), narrow: true },
@@ -46,7 +47,7 @@ export function RunsPage() {
   const { query } = usePlace();
   const where = query.get("where") ?? "";
   const sort = query.get("sort") ?? "";
-  const { data, error, again } = useAsk<Listing>("/api/runs", { where });
+  const { data, error, again } = useAsk<Listing>("/api/runs", { where, archived: query.get("archived") });
   const live = useLive(null, again);
   const shown = useMemo(() => columnsOf(query.get("columns"), data?.runs ?? []), [query.get("columns"), data]);
   const rows = useMemo(() => sorted(data?.runs ?? [], sort), [data, sort]);
@@ -140,7 +141,7 @@ export function RunsPage() {
       )}
       {rows.length > 0 && (
         <p class="keys muted">
-          <span>{rows.length.toLocaleString("en-US")} run{rows.length === 1 ? "" : "s"} in {data?.root}</span>
+          <span>{rows.length.toLocaleString("en-US")} run{rows.length === 1 ? "" : "s"} in {data?.root}{data?.hidden ? <>, <a href="/?archived=true">{data.hidden} archived</a></> : null}</span>
           <span><kbd>j</kbd> <kbd>k</kbd> move</span>
           <span><kbd>Enter</kbd> open</span>
           <span><kbd>x</kbd> select</span>
@@ -217,7 +218,7 @@ function Filter({ value, problem }: { value: string; problem: string | null }) {
         value={text}
         onInput={(event) => change(event.currentTarget.value)}
       />
-      {problem && <p id="filter-problem" class="wrong">{problem}</p>}
+      {problem && <pre id="filter-problem" class="wrong">{problem}</pre>}
     </div>
   );
 }
