@@ -83,11 +83,16 @@ def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str,
             steps, values = _series(key, record, lines, speeds[attempt])
             counts = steps <= kept.get(attempt, math.inf)
             parts.append((steps[counts], values[counts]))
-        steps, values = _merge(parts)
+        steps, values = keep_latest(parts)
         if steps.size:
             series[key] = (steps, values)
+    return series | beside_steps(run, keys)
+
+
+def beside_steps(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str, Series]:
+    """Return the metrics that are not in the records of steps, by default all of them."""
     tasks = _tasks(run)
-    return series | {key: tasks[key] for key in (tasks if keys is None else keys) if key in tasks}
+    return {key: tasks[key] for key in (tasks if keys is None else keys) if key in tasks}
 
 
 def _tasks(run: RunFolder) -> dict[str, Series]:
@@ -106,10 +111,10 @@ def _tasks(run: RunFolder) -> dict[str, Series]:
 
 def _all_keys(attempts: Sequence[tuple[Record, list[bytes]]]) -> list[str]:
     recorded = dict.fromkeys(key for _, lines in attempts for event in _events(lines) for key in event)
-    return [*(key for key in recorded if key not in _NO_METRIC), *_DERIVED, *_EVALUATED]
+    return [*(key for key in recorded if key not in NO_METRIC), *_DERIVED, *_EVALUATED]
 
 
-def _merge(parts: Sequence[Series]) -> Series:
+def keep_latest(parts: Sequence[Series]) -> Series:
     """Concatenate attempts; of duplicate steps, the later one counts."""
     import numpy as np
 
@@ -248,4 +253,5 @@ _DERIVED: dict[str, tuple[Sequence[str], Callable[[_Floats, _Speed], _Floats]]] 
     ),
 }
 
-_NO_METRIC = {"kind", "t", "step", "data", "compute"}  # the times are derived as step_s and data_s
+NO_METRIC = {"kind", "t", "step", "data", "compute"}
+"""Fields of a step that are not metrics; its times are derived as step_s and data_s."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 FAN = 16
 """Buckets of a level that make one of the next."""
+LEVELS = 3
+"""Levels that are stored: 16, 256 and 4,096 steps. Wider buckets are combined from the last one."""
 
 _Ints: TypeAlias = "npt.NDArray[np.int64]"
 _Floats: TypeAlias = "npt.NDArray[np.float64]"
@@ -80,8 +82,8 @@ def concatenate(parts: list[Buckets]) -> Buckets:
     return joined if ascending else take(joined, np.argsort(joined.steps, kind="stable"))
 
 
-def take(buckets: Buckets, chosen: "npt.NDArray[Any]") -> Buckets:
-    """Return some of the buckets, by a mask or by their indices."""
+def take(buckets: Buckets, chosen: "npt.NDArray[Any] | slice") -> Buckets:
+    """Return some of the buckets, by a range or by their indices."""
     return Buckets(
         buckets.steps[chosen],
         buckets.minimum[chosen],
@@ -95,15 +97,16 @@ def bucket_width(span: int, points: int | None) -> int:
     """Return how many steps a bucket must have for a span of steps to fit into so many buckets."""
     if points is None or span <= points:
         return 1
-    width = -(-span // max(1, points - 1))  # one bucket more may be cut by either end of the span
+    assert points > 1, "a span may touch two buckets of any width"
+    width = -(-span // (points - 1))  # one bucket more may be cut by either end of the span
     unit = level_below(width)
     return -(-width // unit) * unit
 
 
 def level_below(width: int) -> int:
-    """Return the width of the widest level whose buckets are no wider."""
+    """Return the width of the widest stored level whose buckets are no wider."""
     unit = 1
-    while unit * FAN <= width:
+    while unit * FAN <= min(width, FAN**LEVELS):
         unit *= FAN
     return unit
 

@@ -70,7 +70,7 @@ class Name(NamedTuple):
         return f"{self.aggregate}({key})" if self.aggregate else key
 
 
-class Node(ABC):
+class Clause(ABC):
     """A part of a query."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Node(ABC):
 
 @final
 @dataclass(frozen=True)
-class Comparison(Node):
+class Condition(Clause):
     """A name, an operator and one or more values."""
 
     name: Name
@@ -103,11 +103,11 @@ class Comparison(Node):
 
 @final
 @dataclass(frozen=True)
-class Combination(Node):
+class Combination(Clause):
     """`and` or `or` of several parts, or `not` of one."""
 
     operator: Literal["and", "or", "not"]
-    parts: tuple[Node, ...]
+    parts: tuple[Clause, ...]
 
     def matches(self, lookup: Lookup) -> bool:
         """Whether a run satisfies it."""
@@ -127,7 +127,7 @@ class Query:
     """A parsed query."""
 
     text: str
-    root: Node | None
+    root: Clause | None
     """None for an empty query, which every run satisfies."""
 
     def matches(self, lookup: Lookup) -> bool:
@@ -280,7 +280,7 @@ class _Parser:
     def __init__(self, text: str, tokens: list[_Token]) -> None:
         self._text, self._tokens, self._at, self._depth = text, tokens, 0, 0
 
-    def parse(self) -> Node:
+    def parse(self) -> Clause:
         """Return the whole query."""
         node = self._any("or", self._and)
         self.end()
@@ -305,16 +305,16 @@ class _Parser:
             return Name(key, function), token.column  # type: ignore[arg-type]
         return Name(self._key(token)), token.column
 
-    def _any(self, word: Literal["and", "or"], part: Callable[[], Node]) -> Node:
+    def _any(self, word: Literal["and", "or"], part: Callable[[], Clause]) -> Clause:
         parts = [part()]
         while self._take(word):
             parts.append(part())
         return parts[0] if len(parts) == 1 else Combination(word, tuple(parts))
 
-    def _and(self) -> Node:
+    def _and(self) -> Clause:
         return self._any("and", self._not)
 
-    def _not(self) -> Node:
+    def _not(self) -> Clause:
         self._depth += 1
         if self._depth > DEEPEST:
             raise self._error(self._peek(), "too many nested parentheses", f"at most {DEEPEST}")
@@ -330,7 +330,7 @@ class _Parser:
         finally:
             self._depth -= 1
 
-    def _comparison(self) -> Node:
+    def _comparison(self) -> Clause:
         name, column = self.name()
         token = self._next(f"a comparison after {name.text}", "such as < 3, = finished, in (1, 2), contains 'x'")
         word = token.text.lower() if token.kind == "word" else token.text
@@ -343,11 +343,11 @@ class _Parser:
             raise self._error(token, f"{token.text!r} is no comparison", f"one of {hint}")
         read = moment if name.key in MOMENTS else _as_it_is
         if operator.endswith("in"):
-            return Comparison(name, operator, tuple(map(read, self._list())), column)
+            return Condition(name, operator, tuple(map(read, self._list())), column)
         value = read(self._value(self._next(f"a value after {token.text}", "a number, a word, or a text in quotes")))
         if operator.endswith(("contains", "glob")):
             value = value if isinstance(value, str) else self._tokens[self._at - 1].text
-        return Comparison(name, operator, (value,), column)
+        return Condition(name, operator, (value,), column)
 
     def _list(self) -> tuple[Value, ...]:
         opening = self._peek()
