@@ -3,6 +3,7 @@
 import math
 import re
 import statistics
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
@@ -27,6 +28,7 @@ from headway.track import (
     summarize,
 )
 from headway.track.store import SeriesView, metric_keys, read_labels, read_series, select_runs
+from headway.track.store.compact import MetricStore
 
 _PATTERN = re.compile(r"[A-Za-z0-9._*?-]+")
 _DETAILS = ("loss", "grad_norm", "lr", "reward")
@@ -38,6 +40,7 @@ class Recorded:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.cache = Cache()
+        self._store, self._reading = MetricStore(), threading.Lock()  # the store is for one thread at a time
 
     def find(self, name: str) -> RunFolder:
         """Return the folder of a run by its exact name; no path is built from what a client sent."""
@@ -100,7 +103,8 @@ class Recorded:
 
         def read(missing: Sequence[tuple[Path, Any]]) -> dict[tuple[Path, Any], SeriesView]:
             runs = [RunFolder(path) for path, _ in missing]
-            views = read_series(runs, key, points=points, first=first, last=last)
+            with self._reading:
+                views = read_series(runs, key, points=points, first=first, last=last, store=self._store)
             return dict(zip(missing, views, strict=True))
 
         views = self.cache.get_many(signatures, read)
@@ -108,7 +112,12 @@ class Recorded:
 
     def metric_names(self, run: RunFolder) -> list[str]:
         """Return the names of a run's metrics."""
-        return self.cache.get((run.path, "names"), self._signature(run), lambda: metric_keys(run))
+
+        def read() -> list[str]:
+            with self._reading:
+                return metric_keys(run, store=self._store)
+
+        return self.cache.get((run.path, "names"), self._signature(run), read)
 
     def _signature(self, run: RunFolder) -> Signature:
         return (*files_signature(run.events, "*.jsonl"), *files_signature(run.evals, "*.json"))

@@ -1,8 +1,9 @@
 """What the page of a run shows beside its plots: plan and ledger, incidents, recipe, environment, logs, stacks."""
 
+import math
 import os
 import re
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def _ledger(recorded: Recorded, run: RunFolder) -> dict[str, Any]:
     # The speed of a CPU is assumed: nothing to compare a measurement with.
     shares = {} if plan is None or plan.assumed else planned_shares(check, ledger)
     overhead = largest_overhead(ledger)
-    clock = clock_of(records)
+    clocks = clocks_of(records)
     divergence = find_divergence((event["step"], event.get("loss")) for event in history(records))
     warnings = [*([] if divergence is None else [divergence.text]), *unreadable_lines(records)]
     if ledger.peak_too_low:
@@ -104,8 +105,11 @@ def _ledger(recorded: Recorded, run: RunFolder) -> dict[str, Any]:
             }
             for attempt in ledger.attempts
         ],
-        "incidents": [{**incident._asdict(), "step": step_at(clock, incident.wall)} for incident in ledger.incidents],
-        "clock": _thinned(clock),
+        "incidents": [
+            incident._asdict() | {"step": step_at(clocks.get(incident.attempt, []), incident.wall)}
+            for incident in ledger.incidents
+        ],
+        "clock": _thinned(clocks),
         "warnings": warnings,
     }
 
@@ -140,34 +144,34 @@ def _plan(check: PlanCheck, ledger: Ledger) -> dict[str, Any]:
 
 
 Clock = list[tuple[float, int]]
-"""(Unix seconds, step) of the steps that count, in order of time."""
+"""(Unix seconds, step) of what an attempt resumed from and of the steps that it ended, in order of time."""
 
 
-def clock_of(records: Sequence[Record]) -> Clock:
-    """Return when each step of the history ended."""
-    walls = {record.header.attempt: record.header.wall for record in records if record.header.rank == 0}
-    ends = dict[int, float]()
-    for record in sorted(records, key=lambda record: record.header.attempt):
+def clocks_of(records: Sequence[Record]) -> dict[int, Clock]:
+    """Return when each attempt ended which step."""
+    clocks: dict[int, Clock] = {}
+    for record in records:
         if record.header.rank == 0:
-            wall = walls[record.header.attempt]
-            for event in record.events:
-                step, t = event.get("step"), event.get("t")
-                if event["kind"] == "step" and type(step) is int and type(t) is int:
-                    ends[step] = wall + t / 1e9
-    return sorted((end, step) for step, end in ends.items())
+            events = [event for event in record.events if event["kind"] in ("resumed", "step")]
+            pairs = [(event.get("t"), event.get("step")) for event in events]
+            clock = [(record.header.wall + t / 1e9, n) for t, n in pairs if type(t) is int and type(n) is int]
+            clocks[record.header.attempt] = sorted(clock)
+    return clocks
 
 
 def step_at(clock: Clock, wall: float) -> int | None:
     """Return the last step that had ended at a time; None before the first."""
-    place = bisect_left(clock, (wall, -1))
-    return clock[place - 1][1] if place else None
+    place = bisect_right(clock, (wall + 1e-6, math.inf))
+    return clock[place - 1][1] or None if place else None
 
 
-def _thinned(clock: Clock) -> dict[str, list[float]]:
-    by_step = sorted((step, wall) for wall, step in clock)
-    count = len(by_step)
-    kept = sorted({index * (count - 1) // max(min(count, _MARKS) - 1, 1) for index in range(min(count, _MARKS))})
-    return {"steps": [by_step[index][0] for index in kept], "walls": [round(by_step[index][1], 3) for index in kept]}
+def _thinned(clocks: Mapping[int, Clock]) -> dict[str, list[float]]:
+    """Return when steps ended, in the last attempt that did them: of some steps, evenly spread."""
+    ends = {step: wall for attempt in sorted(clocks) for wall, step in clocks[attempt] if step}
+    steps = sorted(ends)
+    most = max(min(len(steps), _MARKS) - 1, 1)
+    kept = sorted({index * (len(steps) - 1) // most for index in range(min(len(steps), _MARKS))})
+    return {"steps": [steps[index] for index in kept], "walls": [round(ends[steps[index]], 3) for index in kept]}
 
 
 # -- recipe
@@ -177,7 +181,7 @@ def recipe_document(recorded: Recorded, run: RunFolder) -> dict[str, Any]:
     """Return a run's settings, with those that its parent had otherwise."""
     recipe = read_json(run.recipe_file)
     if not recipe:
-        raise RunError(f"run {run.name} has no readable recipe.json")
+        return {"parent": None, "rows": [], "problem": "recipe.json is missing or damaged"}
     values = dict(leaves(recipe))
     parent = parent_of(recipe, recorded)
     before: dict[str, Any] = {}
@@ -189,7 +193,7 @@ def recipe_document(recorded: Recorded, run: RunFolder) -> dict[str, Any]:
         | ({"before": before.get(key), "changed": values.get(key) != before.get(key)} if before else {})
         for key in keys
     ]
-    return {"parent": parent, "rows": rows, "plan": read_json(run.plan_file)}
+    return {"parent": parent, "rows": rows, "problem": None}
 
 
 # -- logs and stacks

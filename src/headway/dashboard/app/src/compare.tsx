@@ -107,7 +107,7 @@ function Overlay({ names }: { names: string[] }) {
         {range && <button onClick={() => zoom(null)}>Steps {count(range[0])} to {count(range[1])} ×</button>}
       </div>
       <Escape active={range !== null} act={() => zoom(null)} />
-      <div class="grid overlay">
+      <div class={shown.length === 2 ? "grid overlay two-charts" : "grid overlay"}>
         {shown.map((name, index) => (
           <Chart
             key={name}
@@ -120,7 +120,7 @@ function Overlay({ names }: { names: string[] }) {
             logY={query.get("y") === "log"}
             range={range}
             onZoom={zoom}
-            height={index === 0 ? 380 : 240}
+            height={index === 0 || shown.length === 2 ? 380 : 240}
           />
         ))}
       </div>

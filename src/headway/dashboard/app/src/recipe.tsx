@@ -2,16 +2,17 @@
 import { useState } from "preact/hooks";
 import { useAsk } from "./api";
 import { setting } from "./format";
-import { Problem } from "./parts";
+import { Empty, Problem } from "./parts";
 import { runUrl } from "./router";
 import type { Overview, Parent, RecipeRow } from "./types";
 
 export function RecipeView({ run }: { run: Overview }) {
-  const { data, error } = useAsk<{ parent: Parent | null; rows: RecipeRow[] }>("/api/recipe", { run: run.name });
+  const { data, error } = useAsk<{ parent: Parent | null; rows: RecipeRow[]; problem: string | null }>("/api/recipe", { run: run.name });
   const [find, setFind] = useState("");
   const [only, setOnly] = useState(false);
   if (error) return <Problem error={error} />;
   if (!data) return <div class="placeholder" />;
+  if (data.problem) return <Empty title={data.problem} />;
   const compared = data.rows.some((row) => row.changed !== undefined);
   const changed = data.rows.filter((row) => row.changed).length;
   const rows = data.rows.filter((row) => row.key.includes(find.trim()) && (!only || row.changed));

@@ -14,11 +14,14 @@ export function Samples({ run, round }: { run: Overview; round: number }) {
     return <Empty title="No samples in this run. Let its model write some text:" command={run.commands.sample} />;
   return (
     <div>
-      {data.files.length > 0 && (
-        <div class="samples">
-          {data.files.map((file) => <Sample key={file.path} run={run.name} file={file} />)}
-        </div>
-      )}
+      {folders(data.files).map(([folder, files]) => (
+        <section key={folder} aria-label={folder}>
+          <h3 class="folder">{folder}</h3>
+          <div class="samples">
+            {files.map((file) => <Sample key={file.path} run={run.name} file={file} />)}
+          </div>
+        </section>
+      ))}
       {run.evaluations.map((evaluation) => (
         <Answers key={`${evaluation.task}[${evaluation.variant}]@${evaluation.step}`} run={run.name} task={evaluation.variant ? `${evaluation.task}[${evaluation.variant}]` : evaluation.task} step={evaluation.step} />
       ))}
@@ -26,9 +29,22 @@ export function Samples({ run, round }: { run: Overview; round: number }) {
   );
 }
 
+const ORDER = ["text", "image", "video", "audio"];
+
+/** Samples by folder, the newest folder first: mostly one per step. */
+function folders(files: SampleFile[]): [string, SampleFile[]][] {
+  const groups = new Map<string, SampleFile[]>();
+  for (const file of files) {
+    const folder = file.path.slice(0, file.path.lastIndexOf("/"));
+    groups.set(folder, [...(groups.get(folder) ?? []), file]);
+  }
+  const inOrder = (a: SampleFile, b: SampleFile) => ORDER.indexOf(a.kind) - ORDER.indexOf(b.kind) || a.path.localeCompare(b.path, "en", { numeric: true });
+  return [...groups].map(([folder, group]): [string, SampleFile[]] => [folder, group.sort(inOrder)]).sort(([a], [b]) => b.localeCompare(a, "en", { numeric: true }));
+}
+
 function Sample({ run, file }: { run: string; file: SampleFile }) {
   const url = address("/files", { run, path: file.path });
-  const name = file.path.split("/").slice(1).join("/");
+  const name = file.path.slice(file.path.lastIndexOf("/") + 1);
   return (
     <figure class={`sample ${file.kind}`}>
       {file.kind === "image" && <a href={url} target="_blank" rel="noreferrer"><img src={url} alt={name} loading="lazy" /></a>}
