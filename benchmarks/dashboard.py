@@ -1,8 +1,9 @@
 """How long 100 runs of 100,000 steps take to be drawn: `python benchmarks/dashboard.py [--runs N] [--steps N]`.
 
 Writes synthetic runs, starts `headway ui` on them, opens the page that lays them over each other in Chromium, and
-measures from the start of the navigation to the last line drawn. The first time, the server compacts what it reads; then comes a
-restarted server, as everybody meets it later. Also measured: the CPU time of the server while a page follows a run.
+measures from the start of the navigation to the last line drawn. The first time, the server compacts what it reads;
+then comes a restarted server, as everybody meets it later. Also measured: the CPU time of the server while a page
+follows a run.
 
 Needs Debian's chromium and `npm ci` in src/headway/dashboard/app. Writes benchmarks/results/dashboard_cpu.json.
 """
