@@ -4,11 +4,11 @@ import math
 import re
 import statistics
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
@@ -27,8 +27,9 @@ from headway.track import (
     read_run,
     summarize,
 )
-from headway.track.store import SeriesView, metric_keys, read_labels, read_series, select_runs
-from headway.track.store.compact import MetricStore
+from headway.track.store import MetricStore, SeriesView, metric_keys, read_labels, read_series, select_runs
+
+T = TypeVar("T")
 
 _PATTERN = re.compile(r"[A-Za-z0-9._*?-]+")
 _DETAILS = ("loss", "grad_norm", "lr", "reward")
@@ -118,6 +119,10 @@ class Recorded:
                 return metric_keys(run, store=self._store)
 
         return self.cache.get((run.path, "names"), self._signature(run), read)
+
+    def unless_changed(self, run: RunFolder, what: str, compute: Callable[[], T]) -> T:
+        """Return something about a run, computed again once it has recorded more."""
+        return self.cache.get((run.path, what), self._signature(run), compute)
 
     def _signature(self, run: RunFolder) -> Signature:
         return (*files_signature(run.events, "*.jsonl"), *files_signature(run.evals, "*.json"))

@@ -43,7 +43,9 @@ def parse_labels(content: object) -> Labels:
     if not isinstance(content, dict):
         return Labels()
     tags, note = content.get("tags"), content.get("note")
-    named = [tag for tag in tags if isinstance(tag, str) and TAG.fullmatch(tag)] if isinstance(tags, list) else []
+    named = (
+        [tag for tag in tags if isinstance(tag, str) and TAG.fullmatch(tag)] if isinstance(tags, list | tuple) else []
+    )
     return Labels(tuple(sorted(set(named))), note if isinstance(note, str) else "", content.get("archived") is True)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from headway.track.store.index import Progress, read_rows
 from headway.track.store.query import Lookup, Name, Query, Value, near_names, parse_name, parse_query, syntax_error
 from headway.track.store.rows import RunRow
 
@@ -135,23 +136,23 @@ def select_runs(
     *,
     sort: Sequence[str] = (),
     archived: bool | Literal["only"] = False,
+    columns: Sequence[Name] = (),
     metrics: bool = False,
     now: float | None = None,
+    progress: Progress = lambda _done, _all: None,
 ) -> list[RunRow]:
     """Return the runs in a folder that satisfy a query, most recently active first unless sorted by keys such as -mfu.
 
-    Archived runs are left out unless asked for. Statistics of metrics are read where the query or the order need them,
-    or with `metrics`.
+    Archived runs are left out unless asked for. Statistics of metrics are read where the query, the order or the
+    columns that will be shown need them, or with `metrics`.
     """
-    from headway.track.store.index import read_rows
-
     query = parse_query(where) if isinstance(where, str) else where
     keys = [parse_sort(text) for text in sort]
-    names = [*query.names(), *(name for name, _ in keys)]
+    names = [*query.names(), *(name for name, _ in keys), *columns]
     rows = [row for row in read_rows(root) if archived or not row.labels.archived]
     rows = [row for row in rows if row.labels.archived] if archived == "only" else rows
     if metrics or needs_metrics(names, rows):
-        rows = read_rows(root, metrics=True, only={row.folder.name for row in rows})
+        rows = read_rows(root, metrics=True, only={row.folder.name for row in rows}, progress=progress)
     moment = time.time() if now is None else now
-    check_names((name for name, _ in keys), rows)
+    check_names((*(name for name, _ in keys), *columns), rows)
     return sort_rows(filter_rows(rows, query, moment), keys, moment)
