@@ -31,6 +31,7 @@ from headway.track.store import MetricStore, SeriesView, metric_keys, read_label
 
 T = TypeVar("T")
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,80}")
 _PATTERN = re.compile(r"[A-Za-z0-9._*?-]+")
 _DETAILS = ("loss", "grad_norm", "lr", "reward")
 
@@ -44,10 +45,12 @@ class Recorded:
         self._store, self._reading = MetricStore(), threading.Lock()  # the store is for one thread at a time
 
     def find(self, name: str) -> RunFolder:
-        """Return the folder of a run by its exact name; no path is built from what a client sent."""
-        for run, key in self.folders():
-            if key == name:
-                return run
+        """Return the folder of a run by its exact name, which has no separators and does not begin with a dot."""
+        set_aside = name.startswith(f"{FAILED}/")
+        own = name.removeprefix(f"{FAILED}/")
+        run = RunFolder((self.root / FAILED if set_aside else self.root) / own)
+        if _NAME.fullmatch(own) and run.events.is_dir():
+            return run
         raise RunError(f"no run {name!r} in {self.root}", hint="it may have been renamed or deleted", usage=True)
 
     def folders(self) -> list[tuple[RunFolder, str]]:

@@ -30,6 +30,8 @@ export interface ChartProps {
 type Column = (number | null)[];
 
 export const SERIES_COLORS = 8;
+/** Distances of ticks on an axis of steps: there is no step 1.5. */
+const WHOLE = Array.from({ length: 12 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 
 function css(name: string): string {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -215,6 +217,7 @@ function options(
         gap: 6,
         values: (_, ticks) => ticks.map((v) => (v == null ? "" : props.elapsed ? duration(v) : v.toLocaleString("en-US"))),
         space: props.elapsed ? 70 : 60,
+        ...(props.elapsed || props.logX ? {} : { incrs: WHOLE }),
       },
       { ...axis, size: 56, gap: 6, values: (_, ticks) => ticks.map((v) => (v == null ? "" : formatMetric(props.title, v))) },
     ],

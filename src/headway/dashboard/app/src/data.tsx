@@ -49,8 +49,9 @@ export function DataPage({ id }: { id: string | null }) {
 function SamplesOf({ dataset }: { dataset: Dataset }) {
   const [first, setFirst] = useState(0);
   const { data, error } = useAsk<{ count: number; first: number; samples: DatasetSample[] }>("/api/dataset", { id: dataset.id, first });
+  const masked = data?.samples.some((sample) => sample.pieces.some((piece) => !piece.trained)) ?? false;
   return (
-    <Card title={`Samples of ${dataset.path}`} aside={<span class="muted"><span class="trained key">trained on</span> <span class="context key">context</span></span>}>
+    <Card title={`Samples of ${dataset.path}`} aside={masked ? <span class="muted"><span class="trained key">trained on</span> <span class="context key">context</span></span> : <span class="muted">the loss counts every token</span>}>
       {error && <Problem error={error} />}
       <div class="documents">
         {data?.samples.map((sample) => (
@@ -58,7 +59,7 @@ function SamplesOf({ dataset }: { dataset: Dataset }) {
             <h3>Document {count(sample.document)} <span class="muted">{count(sample.tokens)} tokens</span></h3>
             <div class="pieces" tabIndex={0} role="group" aria-label={`document ${sample.document}`}>
               {sample.pieces.map((piece, index) => (
-                <span key={index} class={piece.trained ? "trained" : "context"}>
+                <span key={index} class={masked ? (piece.trained ? "trained" : "context") : undefined}>
                   {piece.role && <span class="role">{piece.role}</span>}
                   {piece.text}
                 </span>

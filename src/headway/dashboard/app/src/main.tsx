@@ -56,7 +56,7 @@ function App() {
           {link("/data", "Data", page === "data")}
           {link("/models", "Models", page === "models")}
         </nav>
-        <button class="ghost" onClick={change} aria-label={`appearance: ${look}; change to ${NEXT[look]}`}><span class="narrow">theme: </span>{look}</button>
+        <button class="ghost" onClick={change} title={`change to ${NEXT[look]}`}><span class="narrow">theme: </span>{look}</button>
       </header>
       {!page ? <RunsPage /> :
         page === "run" && name ? <RunPage key={name} name={name} /> :
