@@ -17,7 +17,8 @@ SOURCE = Path(headway.__file__).parent
 # Imports go down these lists, never up; packages on one line may not import each other.
 CONTROL = [
     {"__main__"},
-    {"cli", "dashboard"},
+    {"cli"},
+    {"dashboard"},
     {"cluster", "chaos"},
     {"agent"},
     {"plan", "rl"},
@@ -43,7 +44,8 @@ VERBS = [
     ["hardware", "show"],
     ["report", "last"], ["metrics", "last", "--key", "loss"], ["logs", "last"], ["diff", "a", "b"],
     ["rl", "samples", "last"], ["rl", "mismatch", "last", "--step", "1"], ["rl", "replay", "last", "--step", "1"],
-    ["serve", "none"], ["generate", "none", "in.jsonl", "--out", "out.jsonl"],
+    ["serve", "none"], ["ui", "--host", "0.0.0.0"],
+    ["generate", "none", "in.jsonl", "--out", "out.jsonl"],
     ["eval", "none", "--tasks", "none.jsonl"], ["eval", "--compare", "a", "b"],
     ["sample", "--help"], ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"],
     ["recipe", "ls"], ["recipe", "cp", "none"],
@@ -193,6 +195,7 @@ FUNCTION_IMPORTS = {
     "checkpoint.py": "headway.data.tokenizer loads the tokenizers library; only export and import need it",
     "model.py": "headway.agent takes 0.35 s to import; only recipes with model.init need it",
     "plan.py": "headway.agent takes 0.35 s to import; only recipes with model.init need it",
+    "ui.py": "fastapi and uvicorn are an extra; without them the verb says what to install",
     "run_sync.py": "headway.agent takes 0.35 s to import; only runs on other machines need it",
 }
 """Files of cli/ that import Headway's modules inside functions, and why; all others do so at their top."""

@@ -48,6 +48,7 @@ VERBS: dict[str, dict[str, str]] = {
         "report": "Show where every device-second of a run went",
         "metrics": "Print, plot or export metrics of runs",
         "compare": "Show what differs between runs, and its effect",
+        "ui": "Show runs, ledgers and samples in a browser",
         "logs": "Show or follow a run's logs",
         "stacks": "Show what each worker is doing right now",
         "diff": "Compare two runs bit for bit",

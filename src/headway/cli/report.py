@@ -1,6 +1,5 @@
 """`headway report RUN`: shows where every device-second of a run went, and what to try."""
 
-import statistics
 import textwrap
 import time
 from dataclasses import asdict
@@ -18,7 +17,6 @@ from headway.track import (
     Ledger,
     Record,
     RunFolder,
-    RunPlan,
     RunSummary,
     account,
     checkpoint_digests,
@@ -32,6 +30,7 @@ from headway.track import (
 )
 from headway.track.divergence import find_divergence
 from headway.track.insights import Insight, find_insights
+from headway.track.plan_check import PlanCheck, check_plan, planned_shares
 from headway.track.store.previous import find_previous
 
 
@@ -44,7 +43,7 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
     records = read_run(folder)
     ledger, exact = account(records), _exact(records)
     plan = read_plan(folder)
-    check, replicas = _check_plan(plan, records), _replicas(folder, records)
+    check, replicas = check_plan(plan, records), _replicas(folder, records)
     divergence = find_divergence((event["step"], event.get("loss")) for event in history(records))
     insights = find_insights(records, plan, find_previous(folder))
     if json:
@@ -66,31 +65,16 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
         print("\n".join(_text(folder, summarize(folder), ledger, check, exact, str(peak), below)))
 
 
-class _PlanCheck(NamedTuple):
-    """A run's plan and what its steps took."""
-
-    plan: RunPlan
-    steps: int
-    """Counted steps that the plan applies to."""
-    measured_s: float | None
-    """Their median: the first steps of an attempt are slower, which a plan does not model."""
-
-    @property
-    def off(self) -> float | None:
-        """Relative error: how much longer the measured step is than the planned one."""
-        return None if self.measured_s is None else self.measured_s / self.plan.step_s - 1
-
-
 def _text(
     folder: RunFolder,
     summary: RunSummary,
     ledger: Ledger,
-    check: _PlanCheck | None,
+    check: PlanCheck | None,
     exact: dict[str, Any],
     peak: str,
     below: list[str],
 ) -> list[str]:
-    lines = [_title(summary, ledger), "", *_accounts(ledger, _predicted(check, ledger)), ""]
+    lines = [_title(summary, ledger), "", *_accounts(ledger, planned_shares(check, ledger)), ""]
     lines += [*_useful(ledger, peak), *_plan(check, ledger), *_overhead(ledger)]
     if ledger.incidents:
         lines.append("incidents:")
@@ -203,28 +187,7 @@ def _useful(ledger: Ledger, peak: str) -> list[str]:
     return [*lines, f"MFU: {ledger.mfu:.1%} during steps, {counted}"]
 
 
-def _check_plan(plan: RunPlan | None, records: list[Record]) -> _PlanCheck | None:
-    """Return the plan with the measured time of the steps it applies to."""
-    if plan is None:
-        return None
-    steps = [event for event in history(records) if event["step"] > plan.from_step]
-    pairs = [(event.get("data"), event.get("compute")) for event in steps]
-    times = [data + compute for data, compute in pairs if isinstance(data, int) and isinstance(compute, int)]
-    return _PlanCheck(plan, len(steps), statistics.median(times) / 1e9 if times else None)
-
-
-def _predicted(check: _PlanCheck | None, ledger: Ledger) -> dict[str, float]:
-    """Return the planned share of the allocation per account; a plan only models steps.
-
-    Empty if the plan applies to some steps only: the allocation is that of all steps.
-    """
-    if check is None or check.plan.from_step or not check.steps or not ledger.total_ns:
-        return {}
-    device_ns = check.steps * check.plan.step_s * check.plan.devices * 1e9
-    return {"compute": device_ns / ledger.total_ns, "data stall": 0.0}
-
-
-def _plan(check: _PlanCheck | None, ledger: Ledger) -> list[str]:
+def _plan(check: PlanCheck | None, ledger: Ledger) -> list[str]:
     """Return the planned and the measured step, and the accounts of the planned one."""
     if check is None:
         return []
@@ -237,12 +200,12 @@ def _plan(check: _PlanCheck | None, ledger: Ledger) -> list[str]:
     return [f"{line}; MFU {plan.mfu:.1%}{measured}", f"  planned step: {', '.join(shown)}"]
 
 
-def _plan_document(check: _PlanCheck | None, ledger: Ledger) -> dict[str, Any] | None:
+def _plan_document(check: PlanCheck | None, ledger: Ledger) -> dict[str, Any] | None:
     """Return plan.json with what was measured over the steps it applies to."""
     if check is None:
         return None
     measured = {"steps": check.steps, "step_s": check.measured_s, "mfu": ledger.mfu}
-    shares = _predicted(check, ledger)
+    shares = planned_shares(check, ledger)
     return check.plan.model_dump() | {"measured": measured, "off": check.off, "shares": shares}
 
 

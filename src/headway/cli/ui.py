@@ -1,0 +1,83 @@
+"""`headway ui`: shows recorded runs in a browser."""
+
+import ipaddress
+import sys
+import webbrowser
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headway.cli.options import Json, Runs
+from headway.cli.text import print_json
+from headway.errors import UsageError
+from headway.track import runs_root
+
+NEEDED = ("fastapi", "uvicorn")
+
+
+def ui(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0 = any free one).")] = 8321,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback only with a key.")] = "127.0.0.1",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with the token (default: a new one at every start).")
+    ] = None,
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder of datasets.")] = Path("data"),
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Show runs, metrics, ledgers, samples and datasets in a browser.
+
+    Read only. Everybody on this machine can reach the port, so the page asks for the token in the printed address.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"headway ui needs {missing[0]}", hint="pip install 'headway[serve]'")
+    if api_key_file is None and not _is_loopback(host):
+        raise UsageError(
+            f"{host} can be reached from other machines", hint="give --api-key-file, or leave --host at 127.0.0.1"
+        )
+    from headway.dashboard.app import make_app
+    from headway.dashboard.server import listen, new_token, serve
+
+    root = runs_root(runs)
+    token = new_token() if api_key_file is None else _key(api_key_file)
+    app = make_app(root, token, data=data, host=host)
+    listener = listen(host, port)
+    base = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
+    address = f"{base}?token={token}" if api_key_file is None else base
+
+    def listening() -> None:
+        if json:
+            print_json({"listening": base, "address": address, "runs": str(root)})
+        else:
+            print(f"runs in {root}: {address}")
+            print("Ctrl-C ends it; the runs go on" if api_key_file is None else "the page asks for the key in the file")
+        sys.stdout.flush()
+        if open_browser:
+            webbrowser.open(address)
+
+    serve(app, listener, listening)
+
+
+def _key(file: Path) -> str:
+    try:
+        key = file.read_text().strip()
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+    if len(key) < 16:
+        raise UsageError(
+            f"{file} has a key of {len(key)} characters", hint="use at least 16, for example openssl rand -hex 16"
+        )
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,204 @@
+// What the server sends; see the modules of headway/dashboard that are named here.
+
+export interface RunRow {
+  name: string;
+  state: string;
+  step: number;
+  total_steps?: number | null;
+  loss?: number | null;
+  reward?: number | null;
+  grad_norm?: number | null;
+  lr?: number | null;
+  attempts?: number;
+  started?: number | null;
+  seconds?: number;
+  workers?: number | null;
+  device?: string;
+  reason?: string;
+  recipe?: string | null;
+  objective?: string | null;
+  active?: number | null;
+  step_s?: number | null;
+  tokens_per_s?: number | null;
+  mfu?: number | null;
+  eta_s?: number | null;
+  tags?: string[];
+  notes?: string;
+  problem?: string;
+}
+
+export interface Parent {
+  run: string;
+  step: number | null;
+  here: boolean;
+}
+
+// run_page.overview
+export interface Overview extends RunRow {
+  metrics: string[];
+  parent: Parent | null;
+  environment: Record<string, unknown>;
+  policy: boolean;
+  evaluations: Evaluation[];
+  commands: Record<string, string>;
+}
+
+export interface Evaluation {
+  task: string;
+  variant: string;
+  step: number | null;
+  questions: number;
+  metrics: { name: string; value: number; low: number | null; high: number | null; share: boolean }[];
+}
+
+// app.series_document
+export interface Plot {
+  steps: number[];
+  lines: Record<string, (number | null)[]>;
+  means: Record<string, (number | null)[]> | null;
+}
+
+export interface Incident {
+  wall: number;
+  attempt: number;
+  text: string;
+  step: number | null;
+}
+
+export interface Account {
+  name: string;
+  seconds: number;
+  share: number;
+  plan: number | null;
+}
+
+export interface PlanFacts {
+  cluster: string;
+  assumed: boolean;
+  mesh: Record<string, number>;
+  microbatch: number;
+  recompute: string;
+  step_s: number;
+  measured_s: number | null;
+  off: number | null;
+  mfu: number;
+  measured_mfu: number | null;
+  tokens_per_s: number;
+  accounts_s: Record<string, number>;
+  memory_bytes: number;
+  capacity_bytes: number;
+}
+
+// run_page.ledger_document
+export interface Ledger {
+  total_s: number;
+  accounts: Account[];
+  useful_s: number | null;
+  mfu: number | null;
+  mfu_full_attention: number | null;
+  overhead: { account: string; seconds: number; share: number; advice: string } | null;
+  plan: PlanFacts | null;
+  attempts: {
+    number: number;
+    started: number;
+    seconds: number;
+    workers: number;
+    device: string;
+    resumed_from: number | null;
+    outcome: string | null;
+    reason: string;
+  }[];
+  incidents: Incident[];
+  clock: { steps: number[]; walls: number[] };
+  warnings: string[];
+}
+
+export interface FileEntry {
+  name: string;
+  modified: number;
+  bytes: number;
+}
+
+export interface SampleFile {
+  path: string;
+  kind: "image" | "audio" | "video" | "text";
+  modified: number;
+  bytes: number;
+}
+
+export interface RecipeRow {
+  key: string;
+  value: unknown;
+  before?: unknown;
+  changed?: boolean;
+}
+
+export interface Answer {
+  answer: number;
+  text: string;
+  reward: number | null;
+  rewards: Record<string, number> | null;
+  error: string | null;
+  advantage: number | null;
+  in_loss: boolean;
+  finish: string;
+  tokens: number;
+}
+
+export interface Group {
+  group: number;
+  sample: number;
+  step: number | null;
+  prompt_text: string;
+  answers: Answer[];
+}
+
+export interface Batch {
+  step: number;
+  version: number;
+  groups: Group[];
+  first: number;
+  count: number;
+  answers: number;
+  failed: number;
+  rewards: number[];
+  metrics: Record<string, number>;
+}
+
+export interface Dataset {
+  id: string;
+  path: string;
+  runs: string[];
+  problem?: string;
+  version?: string;
+  kind?: string;
+  documents?: number;
+  tokens?: number;
+  trained_tokens?: number | null;
+  vocab_size?: number;
+  shards?: number;
+  bytes?: number;
+}
+
+export interface DatasetSample {
+  document: number;
+  tokens: number;
+  cut: boolean;
+  pieces: { text: string; role: string | null; trained: boolean; tokens: number }[];
+  fields?: Record<string, unknown>;
+}
+
+export interface Model {
+  run: string;
+  parent: Parent | null;
+  objective: string | null;
+  adapters: boolean;
+  checkpoints: {
+    step: number;
+    digest: string | null;
+    bytes: number | null;
+    saved: number;
+    scores: { task: string; name: string; value: number; low: number | null; high: number | null; share: boolean }[];
+  }[];
+  commands: Record<string, string>;
+}

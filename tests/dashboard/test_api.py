@@ -1,0 +1,208 @@
+"""What pages ask for: from good runs, broken ones, and runs that are gone."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from written_runs import STARTUP_NS, STEP_NS, WALL, falling, lines, opening, step, write_broken_run, write_run
+
+from headway.data import BuildOptions, build_dataset
+
+OF_A_RUN = ["run", "ledger", "recipe", "logs", "stacks", "samples", "rollouts", "compare"]
+
+
+def ask(client: TestClient, path: str, status: int = 200, **params: Any) -> Any:
+    answer = client.get(f"/api/{path}", params=params)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_list_has_every_run_with_its_numbers(client: TestClient, runs: Path) -> None:
+    write_run(runs, "good", falling(20), grad_norm=2.5)
+    write_run(runs, "killed", falling(7), outcome=None)
+    rows = {row["name"]: row for row in ask(client, "runs")["runs"]}
+    assert rows["good"]["state"] == "finished"
+    assert (rows["good"]["step"], rows["good"]["total_steps"]) == (20, 20)
+    assert rows["good"]["loss"] == pytest.approx(falling(20)[-1])
+    assert rows["good"]["grad_norm"] == 2.5
+    assert rows["good"]["tokens_per_s"] == pytest.approx(128)
+    assert rows["good"]["mfu"] == pytest.approx(0.128)
+    assert rows["killed"]["state"] == "interrupted"
+
+
+def test_runs_that_failed_before_a_step_are_listed_apart(client: TestClient, runs: Path) -> None:
+    write_run(runs / ".failed", "early", [])
+    assert [row["name"] for row in ask(client, "runs")["runs"]] == [".failed/early"]
+    assert ask(client, "run", run=".failed/early")["step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ("", {"a-1", "a-2", "b"}),
+        ("a-*", {"a-1", "a-2"}),
+        ("-2", {"a-2"}),
+        ("train.lr > 5e-3", {"b"}),
+        ("state = interrupted or step < 5", {"a-2", "b"}),
+    ],
+)
+def test_filter_takes_patterns_and_queries(client: TestClient, runs: Path, where: str, names: set[str]) -> None:
+    write_run(runs, "a-1", falling(9))
+    write_run(runs, "a-2", falling(9), outcome=None)
+    recipe = json.loads((runs / "a-1" / "recipe.json").read_text())
+    recipe["train"]["lr"] = 1e-2
+    write_run(runs, "b", falling(4), recipe=recipe)
+    answer = ask(client, "runs", where=where)
+    assert {row["name"] for row in answer["runs"]} == names
+    assert answer["problem"] is None
+
+
+def test_query_that_does_not_parse_says_so_and_keeps_the_list(client: TestClient, runs: Path) -> None:
+    write_run(runs, "a", falling(3))
+    answer = ask(client, "runs", where="loss <")
+    assert [row["name"] for row in answer["runs"]] == ["a"]
+    assert "query" in answer["problem"]
+
+
+def test_accounts_sum_to_the_allocation(client: TestClient, runs: Path) -> None:
+    write_run(runs, "good", falling(20))
+    ledger = ask(client, "ledger", run="good")
+    assert ledger["total_s"] == (STARTUP_NS + 20 * STEP_NS) / 1e9
+    accounts = {account["name"]: account["seconds"] for account in ledger["accounts"]}
+    assert sum(accounts.values()) == pytest.approx(ledger["total_s"])
+    assert accounts["start-up"] == pytest.approx(2.0)
+    assert accounts["compute"] == pytest.approx(19.0)
+    assert accounts["data stall"] == pytest.approx(1.0)
+    assert ledger["clock"]["steps"] == list(range(1, 21))
+    assert ledger["clock"]["walls"][0] == pytest.approx(WALL + 3.0)
+
+
+def test_incidents_have_the_step_before_them(client: TestClient, runs: Path) -> None:
+    folder = write_run(runs, "restarted", falling(5), outcome=None)
+    agent = folder / "events" / "0001-agent.jsonl"
+    crash = STARTUP_NS + 5 * STEP_NS + STEP_NS // 2
+    agent.write_text(agent.read_text() + lines(
+        {"kind": "exit", "t": crash, "rank": 0, "code": -9},
+        {"kind": "end", "t": crash, "outcome": "failed", "reason": "worker 0 was killed"},
+    ))  # fmt: skip
+    wall = WALL + 60
+    (folder / "events" / "0002-agent.jsonl").write_text(lines(
+        opening("agent", 2, wall), {"kind": "attempt", "t": 0, "workers": 1, "device": "cpu", "from_step": 3},
+        {"kind": "end", "t": STARTUP_NS + 4 * STEP_NS, "outcome": "finished", "reason": ""},
+    ))  # fmt: skip
+    (folder / "events" / "0002-rank-0.jsonl").write_text(lines(
+        opening("rank-0", 2, wall), {"kind": "resumed", "t": STARTUP_NS, "step": 3},
+        *(step(number, 1.0, first=4) for number in range(4, 8)),
+    ))  # fmt: skip
+    incidents = ask(client, "ledger", run="restarted")["incidents"]
+    assert [incident["step"] for incident in incidents] == [5, 3]
+    assert "killed by signal 9" in incidents[0]["text"]
+    assert "resumed after step 3, 2 steps to redo" in incidents[1]["text"]
+    plot = ask(client, "series", run="restarted", key="loss")["plots"]["loss"]
+    assert plot["steps"] == list(range(1, 8))
+    assert plot["lines"]["restarted"][3:] == [1.0] * 4
+
+
+def test_recipe_marks_what_the_parent_had_otherwise(client: TestClient, runs: Path) -> None:
+    parent = write_run(runs, "parent", falling(3))
+    recipe = json.loads((parent / "recipe.json").read_text())
+    recipe["train"]["lr"] = 5e-4
+    recipe["model"]["init"] = str(runs / "parent" / "checkpoints" / "step-00000003")
+    write_run(runs, "child", falling(3), recipe=recipe)
+    answer = ask(client, "recipe", run="child")
+    assert answer["parent"] == {"run": "parent", "step": 3, "here": True}
+    changed = {row["key"]: (row["before"], row["value"]) for row in answer["rows"] if row["changed"]}
+    assert changed == {"train.lr": (1e-3, 5e-4), "model.init": (None, recipe["model"]["init"])}
+
+
+def test_comparison_names_the_only_difference(client: TestClient, runs: Path) -> None:
+    write_run(runs, "a", falling(3))
+    recipe = json.loads((runs / "a" / "recipe.json").read_text())
+    write_run(runs, "b", falling(4), recipe={**recipe, "train": {**recipe["train"], "lr": 1e-2}})
+    answer = ask(client, "compare", run=["a", "b"])
+    assert answer["differs"] == [{"key": "train.lr", "values": {"a": 1e-3, "b": 1e-2}}]
+    assert answer["verdict"] == "cause: train.lr (the only difference)"
+    write_run(runs, "c", falling(4), recipe={**recipe, "seed": 3, "train": {**recipe["train"], "lr": 1e-2}})
+    assert ask(client, "compare", run=["a", "c"])["verdict"] == "confounded: 2 keys differ"
+
+
+def test_logs_are_read_from_their_end(client: TestClient, runs: Path) -> None:
+    folder = write_run(runs, "good", falling(3))
+    log = folder / "logs" / "0001-rank-0.log"
+    log.write_text("first\n" + "x" * 300_000 + "\nlast\n")
+    part = ask(client, "logs", run="good", file=log.name)
+    assert part["text"].endswith("\nlast\n")
+    assert "first" not in part["text"]
+    with log.open("a") as file:
+        file.write("more <b>é\n")
+    assert ask(client, "logs", run="good", file=log.name, offset=part["end"])["text"] == "more <b>é\n"
+    log.write_text("new\n")  # shorter than what was read
+    assert ask(client, "logs", run="good", file=log.name, offset=part["end"])["text"] == "new\n"
+
+
+def test_unknown_runs_are_a_sentence(client: TestClient, runs: Path) -> None:
+    write_run(runs, "good", falling(3))
+    for path in ("run", "ledger", "recipe", "logs", "stacks", "samples", "rollouts", "compare"):
+        answer = ask(client, path, 404, run="none")
+        assert "no run 'none'" in answer["error"]
+    assert ask(client, "series", run="none", key="loss")["plots"]["loss"]["lines"] == {}
+    assert ask(client, "run", 404, run="last")["error"]
+
+
+def test_run_that_is_deleted_while_pages_are_open(client: TestClient, runs: Path) -> None:
+    folder = write_run(runs, "going", falling(3))
+    for path in OF_A_RUN:
+        ask(client, path, run="going")
+    shutil.rmtree(folder)
+    for path in ("run", "ledger", "logs", "samples"):
+        assert ask(client, path, 404, run="going")["hint"] == "it may have been renamed or deleted"
+    assert ask(client, "series", run="going", key="loss")["plots"]["loss"]["lines"] == {}
+    assert ask(client, "runs")["runs"] == []
+
+
+def test_broken_run_shows_what_it_can(client: TestClient, runs: Path) -> None:
+    write_broken_run(runs)
+    (row,) = ask(client, "runs")["runs"]
+    assert row["name"] == "broken"
+    for path in OF_A_RUN:
+        answer = client.get(f"/api/{path}", params={"run": "broken"})
+        assert answer.status_code in (200, 404, 500), path
+        if answer.status_code != 200:
+            assert answer.json()["error"]
+    plot = ask(client, "series", run="broken", key="loss")["plots"]["loss"]
+    assert plot["lines"]["broken"][:5] == [pytest.approx(value, rel=1e-5) for value in falling(5)]
+    assert any("unreadable" in text for text in ask(client, "ledger", run="broken")["warnings"])
+    assert ask(client, "models")["models"][0]["checkpoints"][0]["digest"] is None
+    ask(client, "datasets")
+
+
+def test_losses_that_are_no_numbers_are_gaps(client: TestClient, runs: Path) -> None:
+    write_run(runs, "nan", [1.0, None, 3.0])
+    plot = ask(client, "series", run="nan", key="loss")["plots"]["loss"]
+    assert plot["lines"]["nan"] == [1.0, None, 3.0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"run": "x"}, {"run": "x", "key": "loss", "buckets": 1}, {"run": "x", "key": "loss", "first": "a"},
+     {"run": ["x"] * 1000, "key": "loss"}],
+)  # fmt: skip
+def test_wrong_questions_are_refused(client: TestClient, params: dict[str, Any]) -> None:
+    assert ask(client, "series", 400, **params)["error"]
+
+
+def test_dataset_shows_what_the_loss_counts(client: TestClient, runs: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five six seven eight nine ten\n" * 50)
+    build_dataset(tmp_path / "data" / "tiny", [text], BuildOptions(vocab_size=300))
+    (dataset,) = ask(client, "datasets")["datasets"]
+    assert dataset["kind"] == "text"
+    page = ask(client, "dataset", id=dataset["id"])
+    piece = page["samples"][0]["pieces"][0]
+    assert piece["trained"]
+    assert piece["text"].startswith("one two three four five six seven eight nine ten\n")
+    for wrong in ("none", "../data", str(tmp_path)):
+        assert "no dataset" in ask(client, "dataset", 400, id=wrong)["error"] or len(wrong) > 32
