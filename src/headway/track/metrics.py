@@ -14,6 +14,7 @@ from headway.errors import UsageError
 from headway.track.evaluations import latest_evaluations
 from headway.track.events import Event, Record, kept_until, read_run, read_with_raw_lines
 from headway.track.runs import RunFolder
+from headway.track.user_log import logged_series, user_records
 
 # NumPy is imported where it is used, to keep 0.1 s out of the start of verbs that only inspect a run.
 if TYPE_CHECKING:
@@ -86,8 +87,9 @@ def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str,
         steps, values = _merge(parts)
         if steps.size:
             series[key] = (steps, values)
-    tasks = _tasks(run)
-    return series | {key: tasks[key] for key in (tasks if keys is None else keys) if key in tasks}
+    logged = logged_series(user_records(run), kept, keys)
+    more = _tasks(run) | {key: values for key, values in logged.items() if key not in series}
+    return series | {key: more[key] for key in (more if keys is None else keys) if key in more}
 
 
 def _tasks(run: RunFolder) -> dict[str, Series]:
