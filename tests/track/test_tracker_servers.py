@@ -18,7 +18,7 @@ from headway.recipe import Recipe
 from headway.track import RunFolder, read_metrics
 from own_environment import python_with
 
-MLFLOW, WANDB = "mlflow==3.5.1", "wandb==0.22.2"
+MLFLOW, WANDB = "mlflow==3.17.2", "wandb==0.31.0"
 
 READ_MLFLOW = """
 import json, sys

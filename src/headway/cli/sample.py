@@ -13,7 +13,7 @@ import typer
 from headway.cli.model_process import model_of, model_process
 from headway.cli.options import Json, ModelSource, Runs
 from headway.errors import UsageError
-from headway.track import parse_ref
+from headway.track import runs_root, split_ref
 
 Prompt = Annotated[
     list[str] | None,
@@ -35,7 +35,7 @@ def sample(
     json: Json = False,
 ) -> None:
     """Generate text with a model."""
-    at = parse_ref(model)[1] if not Path(model).exists() else None
+    at = split_ref(runs_root(runs), model)[1] if not Path(model).exists() else None
     if at is not None and step is not None and at != step:
         raise UsageError(f"{model} and --step {step} name different checkpoints", hint="give only one of them")
     if step is not None and (Path(model) / "config.json").is_file():

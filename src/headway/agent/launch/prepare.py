@@ -58,16 +58,18 @@ from headway.track import (
     find_run,
     lock_holder,
     next_attempt,
-    parse_ref,
     read_ends,
     read_plan,
     read_recipe,
     read_run,
+    split_ref,
     summarize,
     write_json,
     write_plan,
 )
 from headway.track.access import umask_of
+from headway.track.hub import local_model
+from headway.track.lineage import write_origin
 from headway.track.runs import is_set_aside
 
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
@@ -126,6 +128,7 @@ def new_run(
             write_json(run.recipe_file, planned.recipe.model_dump())
             if planned.plan is not None:
                 write_plan(run, planned.plan)
+            write_origin(run, recipe.model_dump(), checkpoint, _digests(recipe, checkpoint))
             _copy_data_facts(run, recipe.data)
             _copy_companions(run, recipe.model.init)
             _copy_chat_template(run, recipe.data)
@@ -303,7 +306,7 @@ def new_positions(recipe: Recipe) -> list[str]:
 def recipe_of_ref(root: Path, ref: str) -> Recipe:
     """Return the recipe of RUN, RUN@STEP or a checkpoint's address."""
     address = _address(ref)
-    return stated_recipe(find_run(root, parse_ref(ref)[0])) if address is None else recipe_of_checkpoint(address)
+    return stated_recipe(find_run(root, split_ref(root, ref)[0])) if address is None else recipe_of_checkpoint(address)
 
 
 def stated_recipe(run: RunFolder) -> Recipe:
@@ -424,6 +427,16 @@ def pin_data(recipe: Recipe) -> tuple[Recipe, int]:
     return recipe.model_copy(update={"data": corpus.pinned(), "train": corpus.train()}), corpus.vocab_size
 
 
+def _digests(recipe: Recipe, checkpoint: str | None) -> dict[str, str]:
+    """Return the digests of what a run begins from, as far as manifests have them."""
+    found = {"from": checkpoint, "init": recipe.model.init, "teacher": getattr(recipe.objective, "teacher", None)}
+    digests = {} if recipe.lora is None or recipe.lora.base is None else {"init": recipe.lora.base}
+    for name, address in found.items():
+        if address and (is_in_store(address) or (Path(address) / MANIFEST).is_file()):
+            digests[name] = open_address(address).manifest.digest
+    return digests
+
+
 def _same_data(recipe: Recipe, run: RunFolder) -> Recipe:
     """Pin the data of a resumed run, whose version cannot change."""
     try:
@@ -473,6 +486,8 @@ def resolve_model(model: Model, root: Path) -> Model:
     """Give a model the shape of the folder or run it starts from; raise ModelError if the recipe states another."""
     if model.init is None:
         return model
+    model = model.model_copy(update={"init": local_model(model.init)})
+    assert model.init is not None, "it was one"
     folder = Path(model.init)
     if (folder / MANIFEST).exists() or is_in_store(model.init):
         return _shaped(model, _whole_model(model.init), model.init)
@@ -536,7 +551,7 @@ class BranchPoint(NamedTuple):
 
 def branch_point(root: Path, ref: str) -> BranchPoint:
     """Return the checkpoint that a reference names; of RUN without a step the newest that looks intact."""
-    if _address(ref) is not None or parse_ref(ref)[1] is not None:
+    if _address(ref) is not None or split_ref(root, ref)[1] is not None:
         checkpoint = checkpoint_of(root, ref)
         return BranchPoint(checkpoint, open_address(checkpoint).manifest.workers)
     run = find_run(root, ref)
@@ -555,7 +570,7 @@ def checkpoint_of(root: Path, ref: str) -> str:
     address = _address(ref)
     if address is not None:
         return address
-    name, step = parse_ref(ref)
+    name, step = split_ref(root, ref)
     return str(find_checkpoint(find_run(root, name).checkpoints, step).resolve())
 
 
