@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Lab
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from conftest import Lab
 from headway.cli.checkpoint import app as checkpoint_app
 from headway.errors import UsageError
 from headway.recipe import Recipe
@@ -53,9 +53,7 @@ def test_records_lead_from_sources_to_exports(
 ) -> None:
     base = lab.train(recipe({"train.steps": 2, "train.warmup_steps": 0}))
     child = lab.train(recipe({"train.steps": 1, "train.warmup_steps": 0, "model.init": base.run.name}))
-    continued = lab.train(
-        recipe({"train.steps": 3, "train.warmup_steps": 0}), origin=f"{base.run.name}@2"
-    )
+    continued = lab.train(recipe({"train.steps": 3, "train.warmup_steps": 0}), origin=f"{base.run.name}@2")
     tag(lab.root, "prod", base.run, 2, base.digest)
     out = tmp_path / "out"
     ended = CliRunner().invoke(checkpoint_app, ["export", "prod", str(out), "--runs", str(lab.root)])

@@ -37,25 +37,32 @@ for run in runs:
 print(json.dumps(out))
 """
 
+# The file is a log of records in blocks of 32 kB, as LevelDB writes it; a record is a message of their protobuf.
 READ_WANDB = """
 import json, sys
 from wandb.proto import wandb_internal_pb2
-from wandb.sdk.internal.datastore import DataStore
-store = DataStore()
-store.open_for_scan(sys.argv[1])
+data, at, whole = open(sys.argv[1], "rb").read(), 7, b""
 rows, config, files = [], {}, []
-while (data := store.scan_data()) is not None:
+while at + 7 <= len(data):
+    left = 32768 - at % 32768
+    if left < 7:
+        at += left
+        continue
+    length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+    whole += data[at + 7 : at + 7 + length]
+    at += 7 + length
+    if kind not in (1, 4):
+        continue
     record = wandb_internal_pb2.Record()
-    record.ParseFromString(data)
-    kind = record.WhichOneof("record_type")
-    if kind == "history":
+    record.ParseFromString(whole)
+    whole = b""
+    name = record.WhichOneof("record_type")
+    if name == "history":
         items = record.history.item
         rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-    if kind == "run":
+    if name == "run":
         config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
-    if kind == "files":
-        files += [file.path for file in record.files.files]
-print(json.dumps({"rows": rows, "config": config, "files": files}))
+print(json.dumps({"rows": rows, "config": config}))
 """
 
 

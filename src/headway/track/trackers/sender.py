@@ -35,6 +35,7 @@ class Sender:
         self._saved = self._load()
         self._sent = dict[str, int](self._saved.get("offsets", {}))
         self._feed = EventFeed(run, every_steps, self._sent)
+        self._feed.outcome = self._saved.get("outcome")
         self._open = False
         self._pending: list[Sent] | None = None
         self._pause_s, self._not_before = FIRST_PAUSE_S, -float("inf")
@@ -94,7 +95,7 @@ class Sender:
 
     def _save(self) -> None:
         self._run.trackers.mkdir(exist_ok=True)
-        self._saved |= {"offsets": self._sent, "trouble": self.trouble}
+        self._saved |= {"offsets": self._sent, "trouble": self.trouble, "outcome": self._feed.outcome}
         write_json(self._file, self._saved)
 
     def _load(self) -> dict[str, Any]:
