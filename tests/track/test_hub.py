@@ -14,7 +14,6 @@ import huggingface_hub.constants
 import huggingface_hub.hf_api
 import pytest
 
-from conftest import TINY
 from headway.agent.launch.prepare import resolve_model
 from headway.cli.model_process import model_of
 from headway.data import BuildOptions, build_dataset
@@ -79,7 +78,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.files, server.branches, server.asked = {}, {"main": FIRST}, []
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     constants = huggingface_hub.constants
     url = f"http://127.0.0.1:{server.server_port}"
@@ -96,21 +95,17 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server.server_close()
 
 
-def model_files(tmp_path: Path, seed: int = 0) -> dict[str, bytes]:
+def model_files() -> dict[str, bytes]:
     """A tiny Llama's folder, with a pickle and code beside it that nobody may fetch."""
-    from headway.models import empty_decoder, init_weights, write_folder
-
-    values = {"vocab_size": 64, **TINY["model"]}
-    model = Recipe.model_validate({"model": values, "data": {"path": "x"}}).model
-    decoder = empty_decoder(model)
-    init_weights(decoder, seed)
-    write_folder(tmp_path / f"hf-{seed}", model, decoder.state_dict())
-    files = {path.name: path.read_bytes() for path in (tmp_path / f"hf-{seed}").iterdir()}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 64,
+              "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu"}  # fmt: skip
+    files = {"config.json": json.dumps(config).encode(), "model.safetensors": b"weights"}
     return {**files, "pytorch_model.bin": b"pickle", "modeling_own.py": b"raise SystemExit"}
 
 
 def test_model_is_pinned_cached_and_found_offline(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = model_files(tmp_path)
+    first = model_files()
     hub.files["models", "org/tiny"] = {FIRST: first, SECOND: {**first, "config.json": b"{}"}}
     folder = fetch_model(parse_hub("hf:org/tiny"))
     assert hub_of(folder) == f"hf:org/tiny@{FIRST}"
@@ -123,7 +118,7 @@ def test_model_is_pinned_cached_and_found_offline(hub: Any, tmp_path: Path, monk
     resolved = resolve_model(base_model(), tmp_path)
     assert resolved.init is not None
     assert hub_of(resolved.init) == f"hf:org/tiny@{FIRST}"
-    assert resolved.dim == TINY["model"]["dim"]
+    assert resolved.dim == 32
 
     hub.branches["main"] = SECOND
     assert fetch_model(parse_hub(f"hf:org/tiny@{FIRST}")) == folder
@@ -143,7 +138,7 @@ def base_model() -> Any:
 
 
 def test_interrupted_download_is_completed(hub: Any, tmp_path: Path) -> None:
-    first = model_files(tmp_path)
+    first = model_files()
     hub.files["models", "org/tiny"] = {FIRST: first}
     folder = fetch_model(parse_hub("hf:org/tiny"))
     weights = next(path for path in folder.iterdir() if path.suffix == ".safetensors")

@@ -164,7 +164,7 @@ class Hook(BaseHTTPRequestHandler):
 def hook() -> Iterator[Any]:
     server: Any = HTTPServer(("127.0.0.1", 0), Hook)
     server.got, server.statuses = [], []
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     yield server
     server.shutdown()

@@ -43,10 +43,11 @@ VERBS: dict[str, dict[str, str]] = {
         "checkpoint": "List, verify, compare, export and import checkpoints",
     },
     "Inspect runs": {
-        "runs": "List runs, most recently active first",
+        "runs": "List and query runs; tag, note, rename, delete",
         "ps": "List active runs and processes on this machine",
         "report": "Show where every device-second of a run went",
-        "metrics": "Print or export a run's metrics",
+        "metrics": "Print, plot or export metrics of runs",
+        "compare": "Show what differs between runs, and its effect",
         "logs": "Show or follow a run's logs",
         "stacks": "Show what each worker is doing right now",
         "diff": "Compare two runs bit for bit",
@@ -188,8 +189,11 @@ def _print_error(message: str, hint: str | None) -> None:
 
 
 def _wrap(label: str, text: str) -> str:
-    """Wrap a message at the width of the terminal, with a hanging indent."""
-    return "\n".join(wrap_lines(text, label, len(label), max(40, shutil.get_terminal_size().columns)))
+    """Wrap the first line of a message at the width of the terminal, with a hanging indent; further lines point into
+    a query, and stay as they are."""
+    first, *further = text.split("\n")
+    lines = wrap_lines(first, label, len(label), max(40, shutil.get_terminal_size().columns))
+    return "\n".join([*lines, *further])
 
 
 if __name__ == "__main__":

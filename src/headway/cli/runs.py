@@ -1,46 +1,219 @@
-"""`headway runs`: lists runs with their state, step and loss."""
+"""`headway runs`: lists runs, by queries and in any order; tags, notes, rename, archive and delete."""
 
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Annotated, Any
 
-from headway.cli.options import Json, Runs
+import typer
+
+from headway.cli.options import Json, Run, Runs, complete_run
+from headway.cli.progress import Counting
 from headway.cli.run_sync import is_elsewhere
-from headway.cli.text import columns, duration, plural, print_json, wrap_lines
-from headway.track import FAILED, RunFolder, RunSummary, command, list_runs, runs_root, summarize
+from headway.cli.runs_view import column_table, run_table
+from headway.cli.text import byte_size, first_names, next_line, plural, print_json, wrap_lines
+from headway.errors import UsageError
+from headway.track import FAILED, RunFolder, command, find_run, list_runs, runs_root
+from headway.track.store import (
+    Name,
+    RunRow,
+    change_note,
+    change_tags,
+    known_keys,
+    parse_name,
+    read_labels,
+    read_rows,
+    select_runs,
+    value_of,
+    write_labels,
+)
+from headway.track.store.edits import delete_run, match_runs, rename_run, size_of
 
-COLUMNS = {"run": 3, "state": 11, "step": 9, "loss": 7, "on": 6, "started": 11, "took": 8}
-"""Columns, and how wide each is at least."""
-DROPPED = ("started", "took", "on", "loss")
-"""Columns that narrow terminals go without, in this order."""
-LEFT = ("run", "state", "started")
+app = typer.Typer(invoke_without_command=True)
+
+RunNames = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN...", autocompletion=complete_run, help="Runs: names, `last`, or patterns like 'demo-*'."
+    ),
+]
 
 
-def runs(runs: Runs = None, json: Json = False) -> None:
-    """List runs, most recently active first."""
+@app.callback()
+def runs(
+    context: typer.Context,
+    where: Annotated[
+        str,
+        typer.Option(
+            "--where",
+            metavar="QUERY",
+            help="Only runs that satisfy it: 'loss < 3 and train.lr > 1e-3', 'state = failed and age < 2d', "
+            "'tags contains good or name glob \"demo-*\"'.",
+        ),
+    ] = "",
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="KEY", help="Sort by keys, with - from large to small: -mfu,created.")
+    ] = "",
+    shown: Annotated[
+        str,
+        typer.Option("--columns", metavar="KEYS", help="Show these: loss,train.lr,'min(eval_loss)',mfu,tags."),
+    ] = "",
+    archived: Annotated[bool, typer.Option("--archived", help="List archived runs too.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List the keys that queries may name.")] = False,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """List runs, most recently active first, or change their labels.
+
+    Keys are those of the run (state, tags, created ...), of its recipe, and metrics: loss, min(loss), mean(loss).
+    """
+    if context.invoked_subcommand is not None:
+        return
     root = runs_root(runs)
-    folders = list_runs(root)
-    summaries = [_summary(run) for run in folders]
-    if json:
-        print_json([asdict(summary) for summary in summaries])
-    elif not summaries:
-        print("\n".join([f"no runs in {root}", *_set_aside(root), f"next: {command(root, 'train RECIPE')}"]))
-    else:
-        print("\n".join(_table(summaries)))
-        print(
-            "\n".join(
-                [*_outdated(root, folders, summaries), *_set_aside(root), f"next: {command(root, 'report last')}"]
-            )
+    if keys:
+        _print_keys(root, json)
+        return
+    names = [(text, parse_name(text)) for text in _split(shown)]
+    now = time.time()
+    with Counting("reading metrics of runs") as counting:
+        rows = select_runs(
+            root,
+            where,
+            sort=_split(sort),
+            archived=archived,
+            columns=[name for _, name in names],
+            now=now,
+            progress=counting.show,
         )
+    if json:
+        print_json([_document(row, names, now) for row in rows])
+    elif rows:
+        table = column_table(rows, names, now) if names else run_table(rows)
+        print("\n".join([*table, *_outdated(root, rows), *_set_aside(root), _next(root, where)]))
+    else:
+        what = f"no run in {root} satisfies the query" if where else f"no runs in {root}"
+        follow_up = command(root, "runs") if where else command(root, "train RECIPE")
+        print("\n".join([what, *_set_aside(root), f"next: {follow_up}"]))
 
 
-def _outdated(root: Path, folders: list[RunFolder], summaries: list[RunSummary]) -> list[str]:
+@app.command("tag")
+def tag_command(
+    run: Run,
+    tags: Annotated[list[str], typer.Argument(metavar="TAG...", help="Tags to add, or with --remove to remove.")],
+    remove: Annotated[bool, typer.Option("--remove", help="Remove them.")] = False,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Add tags to a run, or remove them."""
+    folder = find_run(runs_root(runs), run)
+    labels = read_labels(folder)
+    labels = change_tags(labels, remove=tags) if remove else change_tags(labels, add=tags)
+    write_labels(folder, labels)
+    _print_labels(folder, json, f"tags {', '.join(labels.tags) or 'none'}")
+
+
+@app.command("note")
+def note_command(
+    run: Run,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note; an empty one removes it.")],
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Replace a run's note."""
+    folder = find_run(runs_root(runs), run)
+    write_labels(folder, change_note(read_labels(folder), text))
+    _print_labels(folder, json, "note removed" if not text.strip() else "note written")
+
+
+@app.command("rename")
+def rename_command(
+    run: Run,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its new name.")],
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Rename a run that is not running."""
+    folder = find_run(runs_root(runs), run)
+    renamed = rename_run(folder, name)
+    if json:
+        print_json({"run": renamed.name, "before": folder.name})
+    else:
+        print(f"{folder.name} is now {renamed.name}")
+
+
+@app.command("archive")
+def archive_command(
+    names: RunNames,
+    undo: Annotated[bool, typer.Option("--undo", help="List them again.")] = False,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Leave runs out of lists; nothing of them is removed."""
+    folders = match_runs(runs_root(runs), names)
+    for folder in folders:
+        write_labels(folder, replace(read_labels(folder), archived=not undo))
+    if json:
+        print_json({"runs": [folder.name for folder in folders], "archived": not undo})
+        return
+    print(f"{first_names([folder.name for folder in folders])}: {'listed again' if undo else 'archived'}")
+    print(next_line(command(runs_root(runs), "runs" if undo else "runs --archived")))
+
+
+@app.command("delete")
+def delete_command(
+    names: RunNames,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Delete runs with their checkpoints; live and submitted ones are refused."""
+    folders = match_runs(runs_root(runs), names)
+    size = sum(size_of(folder) for folder in folders)
+    what = f"{plural(len(folders), 'run')} ({first_names([folder.name for folder in folders])}), {byte_size(size)}"
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError(f"deleting {what} needs a yes", hint="--yes deletes without asking")
+        if not typer.confirm(f"delete {what}?", err=True):
+            raise typer.Exit(1)
+    for folder in folders:
+        delete_run(folder, other_machines=is_elsewhere)
+    if json:
+        print_json({"deleted": [folder.name for folder in folders], "bytes": size})
+    else:
+        print(f"deleted {what}")
+
+
+def _print_labels(run: RunFolder, json: bool, text: str) -> None:
+    if json:
+        print_json({"run": run.name, **asdict(read_labels(run))})
+    else:
+        print(f"{run.name}: {text}")
+
+
+def _print_keys(root: Path, json: bool) -> None:
+    """Print every key that a query over the runs may name."""
+    names = known_keys(read_rows(root, metrics=True))
+    print_json(names) if json else print("\n".join(names))
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _document(row: RunRow, names: Sequence[tuple[str, Name]], now: float) -> dict[str, Any]:
+    content = asdict(row.summary) | asdict(row.labels) | {"created": row.created}
+    return content | ({"values": {text: value_of(row, name, now) for text, name in names}} if names else {})
+
+
+def _next(root: Path, where: str) -> str:
+    return f"next: {command(root, 'report last')}" if not where else next_line(command(root, "compare RUN RUN"))
+
+
+def _outdated(root: Path, rows: Sequence[RunRow]) -> list[str]:
     """Return a note if machines that do not share this folder may be further on."""
-    names = [
-        run.name
-        for run, summary in zip(folders, summaries, strict=True)
-        if summary.state != "finished" and is_elsewhere(run)
-    ]
+    names = [row.folder.name for row in rows if row.summary.state != "finished" and is_elsewhere(row.folder)]
     if not names:
         return []
     what = f"{names[0]} is" if len(names) == 1 else f"{len(names)} runs are"
@@ -56,31 +229,3 @@ def _set_aside(root: Path) -> list[str]:
         return []
     text = f"note: {plural(count, 'run')} failed before the first step: {command(root / FAILED, 'runs')}"
     return wrap_lines(text)
-
-
-def _summary(run: RunFolder) -> RunSummary:
-    """Summarize a run; one that its engine has not started yet is `submitted`."""
-    summary = summarize(run)
-    is_waiting = summary.attempts == 0 and summary.state == "interrupted" and (run.path / "jobs.jsonl").exists()
-    return replace(summary, state="submitted") if is_waiting else summary
-
-
-def _table(summaries: list[RunSummary]) -> list[str]:
-    names = tuple(COLUMNS)
-    cells = [names, *(_cells(summary) for summary in summaries)]
-    widths = [max(least, *(len(row[i]) for row in cells)) for i, least in enumerate(COLUMNS.values())]
-    shown = list(range(len(COLUMNS)))
-    for name in DROPPED:  # as a narrow terminal has no room for all
-        if sum(widths[i] + 2 for i in shown) - 2 > columns(200):
-            shown.remove(names.index(name))
-    sides = ["<" if name in LEFT else ">" for name in names]
-    return ["  ".join(f"{row[i]:{sides[i]}{widths[i]}}" for i in shown).rstrip() for row in cells]
-
-
-def _cells(summary: RunSummary) -> tuple[str, ...]:
-    total = "" if summary.total_steps is None else f"/{summary.total_steps}"
-    loss = "-" if summary.loss is None else f"{summary.loss:.4f}"
-    on = "-" if summary.workers is None else f"{summary.workers} {summary.device}"
-    started = "-" if summary.started is None else time.strftime("%m-%d %H:%M", time.localtime(summary.started))
-    step = f"{summary.step}{total}"
-    return (summary.name, summary.state, step, loss, on, started, duration(summary.seconds))

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from headway.cli.options import EngineName, Json, NoSharedFolder, Runs, Settings
-from headway.cli.sweep_view import Counting, SweepProgress, document, sweep_lines, table
+from headway.cli.progress import Counting
+from headway.cli.sweep_view import SweepProgress, document, sweep_lines, table
 from headway.cli.text import next_line, plural, print_json
 from headway.cluster.submit.grid import parse_grid
 from headway.cluster.submit.sweep_results import SweepResult, sweep_results, wait_for_sweep

@@ -7,41 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from headway.cli.progress import EVERY_S, Counting
 from headway.cli.text import columns, duration, next_line
 from headway.cluster.submit.sweep_results import SweepResult, best, ranked_by
 from headway.cluster.submit.sweeps import Sweep
 from headway.track import command
-
-EVERY_S = 10.0
-"""Between lines where no terminal lets one overwrite the other."""
-
-
-LONG_S = 2.0
-"""Work that takes longer than this shows its progress."""
-
-
-class Counting:
-    """Counts finished items on standard error, if the work takes long."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._terminal = what, sys.stderr.isatty()
-        self._next, self._shown = time.monotonic() + LONG_S, False
-
-    def __enter__(self) -> "Counting":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown and self._terminal:
-            print(file=sys.stderr, flush=True)
-
-    def show(self, done: int, number: int) -> None:
-        """Show how many are done."""
-        if time.monotonic() < self._next:
-            return
-        line = f"{self._what}: {done} of {number}"[: columns() - 1]
-        before, after = ("\r\x1b[K", "") if self._terminal else ("", "\n")
-        print(f"{before}{line}", end=after, file=sys.stderr, flush=True)
-        self._next, self._shown = time.monotonic() + (0.1 if self._terminal else EVERY_S), True
 
 
 class SweepProgress:

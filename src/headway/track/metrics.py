@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from headway.errors import UsageError
 from headway.track.evaluations import latest_evaluations
-from headway.track.events import Event, Record, kept_until, read_run, read_with_raw_lines
+from headway.track.events import Event, Record, kept_until, read_ends, read_run, read_with_raw_lines
 from headway.track.runs import RunFolder
 from headway.track.user_log import logged_series, user_records
 
@@ -84,12 +84,19 @@ def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str,
             steps, values = _series(key, record, lines, speeds[attempt])
             counts = steps <= kept.get(attempt, math.inf)
             parts.append((steps[counts], values[counts]))
-        steps, values = _merge(parts)
+        steps, values = keep_latest(parts)
         if steps.size:
             series[key] = (steps, values)
-    logged = logged_series(user_records(run), kept, keys)
-    more = _tasks(run) | {key: values for key, values in logged.items() if key not in series}
-    return series | {key: more[key] for key in (more if keys is None else keys) if key in more}
+    return beside_steps(run, keys) | series
+
+
+def beside_steps(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str, Series]:
+    """Return the metrics that are not in the records of steps, of tasks and of `hw.log`, by default all of them."""
+    found = _tasks(run)
+    if logged := user_records(run):
+        leaders = [read_ends(path) for path in run.events.glob("*-rank-0.jsonl")]
+        found = logged_series(logged, kept_until(leaders), keys) | found
+    return {key: found[key] for key in (found if keys is None else keys) if key in found}
 
 
 def _tasks(run: RunFolder) -> dict[str, Series]:
@@ -108,10 +115,10 @@ def _tasks(run: RunFolder) -> dict[str, Series]:
 
 def _all_keys(attempts: Sequence[tuple[Record, list[bytes]]]) -> list[str]:
     recorded = dict.fromkeys(key for _, lines in attempts for event in _events(lines) for key in event)
-    return [*(key for key in recorded if key not in _NO_METRIC), *_DERIVED, *_EVALUATED]
+    return [*(key for key in recorded if key not in NO_METRIC), *_DERIVED, *_EVALUATED]
 
 
-def _merge(parts: Sequence[Series]) -> Series:
+def keep_latest(parts: Sequence[Series]) -> Series:
     """Concatenate attempts; of duplicate steps, the later one counts."""
     import numpy as np
 
@@ -250,4 +257,5 @@ _DERIVED: dict[str, tuple[Sequence[str], Callable[[_Floats, _Speed], _Floats]]] 
     ),
 }
 
-_NO_METRIC = {"kind", "t", "step", "data", "compute"}  # the times are derived as step_s and data_s
+NO_METRIC = {"kind", "t", "step", "data", "compute"}
+"""Fields of a step that are not metrics; its times are derived as step_s and data_s."""

@@ -36,7 +36,7 @@ RunState: TypeAlias = Literal["submitted", "running", "finished", "stopped", "fa
 FAILED = ".failed"
 """Folder, beside all runs, of those that failed before their first step."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _COPY = "~"  # between the name of a failed run and its number, if there are several; no run's name has one
 
 
@@ -82,6 +82,8 @@ class RunFolder:
     """Its checkpoints."""
     initial = _PathInRun("initial")
     """The initial weights of a custom model class, as a checkpoint of step 0, with facts about the class."""
+    labels_file = _PathInRun("labels.json")
+    """Tags, a note, and whether it is archived."""
     evals = _PathInRun("evals")
     """Evaluations of its checkpoints."""
     logs = _PathInRun("logs")
@@ -137,7 +139,7 @@ def runs_root(option: Path | None = None) -> Path:
 
 def create_run(root: Path, recipe_name: str, name: str | None = None) -> RunFolder:
     """Create a run's folder, named after its recipe or as given."""
-    if name is not None and (not _NAME.fullmatch(name) or name == "last"):
+    if name is not None and (not RUN_NAME.fullmatch(name) or name == "last"):
         raise RunError(
             f"invalid run name {name!r}",
             hint="use up to 64 letters, digits, dots, dashes and underscores; start with a letter or digit; not `last`",
@@ -445,8 +447,11 @@ class RunSummary:
     """Why the last attempt ended, as the agent recorded it."""
 
 
-def summarize(run: RunFolder) -> RunSummary:
-    """Summarize a run from the ends of its records, in constant time for any number of steps."""
+def summarize(run: RunFolder, *, locked: bool | None = None) -> RunSummary:
+    """Summarize a run from the ends of its records, in constant time for any number of steps.
+
+    `locked` is whether a process holds its lock, where the caller knows.
+    """
     attempts = _attempts(run)
     agents = [_ends(run, number, "agent") for number in attempts]
     leaders = [_ends(run, number, "rank-0") for number in attempts]
@@ -457,7 +462,7 @@ def summarize(run: RunFolder) -> RunSummary:
     facts = _last([event for record in leaders for event in record.events], "facts")
     return RunSummary(
         name=run.name,
-        state=_state(run, end),
+        state=_state(lock_holder(run) is not None if locked is None else locked, end),
         step=step,
         total_steps=_count(facts.get("total_steps")),
         loss=loss,
@@ -470,8 +475,8 @@ def summarize(run: RunFolder) -> RunSummary:
     )
 
 
-def _state(run: RunFolder, end: Event) -> RunState:
-    if lock_holder(run) is not None:
+def _state(locked: bool, end: Event) -> RunState:
+    if locked:
         return "running"
     outcomes: dict[object, RunState] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
     return outcomes.get(end.get("outcome"), "interrupted")

@@ -34,6 +34,7 @@ from headway.recipe import Recipe
 from headway.track import Recorder, RunFolder, lock_run, read_recipe, record_path, write_json
 from headway.track.access import umask_of
 from headway.track.folder_identity import FolderIdentity, compare_folders, identify, open_identity
+from headway.track.store.at_end import compact_in_background
 
 if TYPE_CHECKING:
     from headway.agent.nodes.store_lease import StoreLease
@@ -58,7 +59,9 @@ def supervise_run(
         first, attempt = (Attempt.model_validate(orphaned.fields[which]) for which in ("first", "now"))
     try:
         with umask_of(attempt.run):
-            return _supervise(first, attempt, on_tick, warm, fd_store, orphaned is not None)
+            outcome = _supervise(first, attempt, on_tick, warm, fd_store, orphaned is not None)
+            compact_in_background(attempt.folder)
+            return outcome
     except LeaseSuperseded:
         text = "another machine's agent leads this run now; nothing was written since"
         return AttemptOutcome("failed", text, attempt.folder.command("logs"))

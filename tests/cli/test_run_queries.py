@@ -1,0 +1,148 @@
+"""`headway runs`, `compare` and `metrics` over several runs, as the command line calls them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from headway.cli import runs as runs_verb
+from headway.cli.compare import compare
+from headway.cli.main import _wrap
+from headway.cli.metrics import metrics
+from headway.cli.plot import draw
+from headway.errors import RunError, UsageError
+from headway.recipe import Data, Recipe
+from headway.track import RunFolder, lock_run, write_json
+from headway.track.store import read_series
+from track_runs import plain_run
+
+app = typer.Typer()
+app.add_typer(runs_verb.app, name="runs")
+for verb in (compare, metrics):
+    app.command()(verb)
+
+
+@pytest.fixture(autouse=True)
+def _own_index(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    """Three runs: b has another learning rate than a, c another seed as well."""
+    for number, (name, changes) in enumerate({"a": {}, "b": {"lr": 0.5}, "c": {"lr": 0.5, "seed": 9}}.items()):
+        run = plain_run(tmp_path / "runs", [9.0, 4.0 - number, 3.0 - number], name)
+        content = Recipe(name="demo", data=Data(path="x")).model_dump(mode="json")
+        content["train"]["lr"] = changes.get("lr", content["train"]["lr"])
+        content["seed"] = changes.get("seed", content["seed"])
+        write_json(run.recipe_file, content)
+        os.utime(run.events / "0001-rank-0.jsonl", ns=(number, number))
+        os.utime(run.events / "0001-agent.jsonl", ns=(number, number))
+    return tmp_path / "runs"
+
+
+def call(root: Path, verb: str, *words: str, **more) -> Result:
+    return CliRunner().invoke(app, [verb, *words, "--runs", str(root)], **more)
+
+
+def test_runs_shows_the_columns_asked_for(root):
+    result = call(root, "runs", "--where", "loss < 3", "--sort", "-loss", "--columns", "loss,min(loss),train.lr,tags")
+    lines = [line.split() for line in result.output.splitlines()]
+    assert lines[:3] == [
+        ["run", "state", "loss", "min(loss)", "train.lr", "tags"],
+        ["b", "finished", "2", "2", "0.5", "-"],
+        ["c", "finished", "1", "1", "0.5", "-"],
+    ]
+    document = json.loads(call(root, "runs", "--columns", "max(loss)", "--sort", "name", "--json").output)
+    assert [(row["name"], row["values"], row["tags"]) for row in document] == [
+        (name, {"max(loss)": 9.0}, []) for name in "abc"
+    ]
+    assert "no run in" in call(root, "runs", "--where", "loss > 100").output
+    assert "train.lr" in call(root, "runs", "--keys").output.splitlines()
+    narrow = call(root, "runs", "--columns", "loss,train.lr,note,created", env={"COLUMNS": "60"}).output
+    assert max(map(len, narrow.splitlines()[:4])) <= 60
+
+
+def test_mistakes_point_into_the_query(root):
+    error = call(root, "runs", "--where", "loss < 3 and trian.lr > 1").exception
+    assert isinstance(error, UsageError)
+    assert error.message.splitlines()[1:] == ["  loss < 3 and trian.lr > 1", "               ^"]
+    assert error.hint == "did you mean train.lr?"
+    assert _wrap("error: ", error.message).splitlines()[2] == "               ^"
+
+
+def test_labels_are_changed_and_shown(root):
+    assert call(root, "runs", "tag", "a", "good", "base").output == "a: tags base, good\n"
+    assert call(root, "runs", "tag", "a", "good", "--remove").output == "a: tags base\n"
+    assert call(root, "runs", "note", "a", "worth a look").output == "a: note written\n"
+    document = json.loads(call(root, "runs", "--where", "tags = base", "--json").output)
+    assert [(row["name"], row["note"]) for row in document] == [("a", "worth a look")]
+    assert "archived" in call(root, "runs", "archive", "a", "b").output
+    assert [row["name"] for row in json.loads(call(root, "runs", "--json").output)] == ["c"]
+    call(root, "runs", "archive", "--undo", "[ab]")
+    assert len(json.loads(call(root, "runs", "--json").output)) == 3
+    assert json.loads(call(root, "runs", "rename", "a", "z", "--json").output) == {"run": "z", "before": "a"}
+
+
+def test_delete_asks_and_refuses_live_runs(root):
+    assert isinstance(call(root, "runs", "delete", "a").exception, UsageError), "no terminal to ask on"
+    with lock_run(RunFolder(root / "b")):
+        result = call(root, "runs", "delete", "b", "--yes")
+    assert isinstance(result.exception, RunError)
+    assert "cannot delete: run b is in use" in result.exception.message
+    assert call(root, "runs", "delete", "a", "c", "--yes").output.startswith("deleted 2 runs (a, c), ")
+    assert sorted(path.name for path in root.iterdir()) == ["b"]
+
+
+def test_compare_names_a_cause_only_if_one_key_differs(root):
+    lines = call(root, "compare", "a", "b").output.splitlines()
+    assert lines[0].split() == ["differs", "a", "b"]
+    assert lines[1].split()[0] == "train.lr"
+    assert "loss @3" in lines[2]
+    assert "(-1)" in lines[2]
+    assert "cause: train.lr (the only difference)" in lines
+    document = json.loads(call(root, "compare", "a", "b", "c", "--json").output)
+    assert (document["cause"], [item["key"] for item in document["differences"]]) == (None, ["train.lr", "seed"])
+    assert document["differences"][1]["values"][:2] == [document["differences"][1]["values"][0]] * 2
+    assert document["sentence"].startswith("confounded: 2 keys differ")
+    outcomes = {outcome["key"]: (outcome["step"], outcome["values"]) for outcome in document["outcomes"]}
+    assert outcomes["loss"] == (3, [3.0, 2.0, 1.0])
+    assert outcomes["mfu"][1] == [pytest.approx(100 * 60 / (1500 * 2))] * 3
+    narrow = call(root, "compare", "*", env={"COLUMNS": "60"}).output.splitlines()
+    assert max(map(len, narrow[:-1])) <= 60
+    assert isinstance(call(root, "compare", "a").exception, UsageError)
+    assert isinstance(call(root, "compare", "a", "b", "--key", "nope").exception, UsageError)
+
+
+def test_metrics_of_several_runs_are_plotted(root, tmp_path):
+    output = call(root, "metrics", "*", "--key", "loss", env={"COLUMNS": "80"}).output
+    assert max(map(len, output.splitlines()[:-1])) <= 80
+    assert all(f" {name}  " in output for name in "abc")
+    document = json.loads(call(root, "metrics", "a", "b", "--json").output)
+    assert [(run["run"], run["mean"]) for run in document["runs"]] == [("a", [9.0, 4.0, 3.0]), ("b", [9.0, 3.0, 2.0])]
+    for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        picture = tmp_path / f"plot{suffix}"
+        assert call(root, "metrics", "*", "--plot", str(picture)).exit_code == 0
+        assert picture.read_bytes().startswith(magic)
+    for words in (["--plot", "x.gif"], ["--key", "nope"], ["--tensorboard", "tb"]):
+        assert isinstance(call(root, "metrics", "*", *words).exception, UsageError)
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_spike_reaches_the_top_of_the_plot_and_axes_have_its_range(tmp_path, ascii_only):
+    run = plain_run(tmp_path, [2.0] * 500 + [50.0] + [2.0] * 499)
+    views = read_series([run], "loss", points=40)
+    lines = draw(views, 60, ascii_only=ascii_only)
+    assert all(len(line) <= 60 for line in lines)
+    assert all(line.isascii() for line in lines) == ascii_only
+    assert lines[0].split()[0] == "50"
+    body = [line[11:] for line in lines[:-2]]
+    marked = [index for index, character in enumerate(body[0]) if character != " "]
+    assert marked, "the spike is in the first row"
+    assert abs(marked[0] / (60 - 11) - 0.5) < 0.06, "in the middle"
+    assert body[-1].strip(), "the rest is in the last row"
+    assert lines[-1].split()[:2] == ["step", "1"]
+    assert draw(read_series([run], "nope"), 60, ascii_only=ascii_only) == ["nothing to plot: no finite value"]
