@@ -44,7 +44,8 @@ from headway.state.peft import (
     write_adapter,
 )
 from headway.state.store_checkpoint import StoreCheckpoint, list_remote, owner_of
-from headway.track import RunFolder, command, find_run, parse_ref, read_recipe, runs_root
+from headway.track import RunFolder, command, find_run, read_recipe, runs_root, split_ref
+from headway.track.lineage import record_export
 
 app = typer.Typer(help="List, verify, compare, export, merge and import checkpoints.", no_args_is_help=True)
 
@@ -172,6 +173,7 @@ def export_command(
     if recipe.lora is not None:
         adapter = adapter_of_run(opened, recipe.model, recipe.lora, prefix="ema/" if ema else "model/")
         write_adapter(folder, recipe.model, adapter)
+        _record(folder, checkpoint, opened, "adapters exported", ema)
         facts = {"step": opened.manifest.step, "layers": len(adapter.layers), "digest": opened.manifest.digest}
         if json:
             print_json({"checkpoint": checkpoint.address, "folder": str(folder), "base": recipe.model.init, **facts})
@@ -200,6 +202,7 @@ def export_command(
             seq=recipe.data.seq,
             progress=progress,
         )
+    _record(folder, checkpoint, opened, "exported", ema)
     manifest = opened.manifest
     if json:
         facts = {"step": manifest.step, "tensors": len(weights), "digest": manifest.digest}
@@ -246,6 +249,8 @@ def merge_command(
             seq=merge.seq,
             progress=progress,
         )
+    if merge.checkpoint is not None:
+        _record(folder, merge.checkpoint, open_address(merge.checkpoint.address), "merged into its base")
     if json:
         facts = {"base": merge.base, "layers": len(merge.adapter.layers), "tensors": len(weights)}
         print_json({"adapter": merge.adapter.name, "folder": str(folder), **facts})
@@ -314,7 +319,7 @@ def _find_checkpoint(ref: str, runs: Path | None) -> NamedCheckpoint:
         if not Path(ref).is_dir():
             raise UsageError(f"no folder {ref}", hint="give a run's name without a path: headway runs")
         return NamedCheckpoint(ref, None, ref)
-    name, step = parse_ref(ref)
+    name, step = split_ref(runs_root(runs), ref)
     folder = find_run(runs_root(runs), name)
     if stored := _in_store(folder, step):
         return stored
@@ -329,7 +334,7 @@ def _find_checkpoints(ref: str, runs: Path | None) -> tuple[str, list[NamedCheck
         return ref, _checkpoints_at(ref)
     if "/" in ref:
         return ref, [_find_checkpoint(ref, runs)]
-    name, step = parse_ref(ref)
+    name, step = split_ref(runs_root(runs), ref)
     folder = find_run(runs_root(runs), name)
     if stored := _in_store(folder, step):
         return folder.name, [stored]
@@ -488,8 +493,16 @@ def _verify(checkpoint: NamedCheckpoint, quiet: bool) -> dict[str, Any]:
 # -- export, merge and import
 
 
+def _record(folder: Path, checkpoint: NamedCheckpoint, opened: OpenCheckpoint, what: str, ema: bool = False) -> None:
+    """Record in a folder which checkpoint it is of, and in its run where the folder is; see `headway lineage`."""
+    home = _home(checkpoint)
+    run = home if home.events.is_dir() else None
+    facts = {"what": what, "step": opened.manifest.step, "digest": opened.manifest.digest, "ema": ema}
+    record_export(folder, run, facts if run is not None else {**facts, "checkpoint": checkpoint.address})
+
+
 class _Merge(NamedTuple):
-    """Adapters, their base, and what a folder of the two needs."""
+    """Adapters, their base, what a folder of the two needs, and the checkpoint that they are of."""
 
     label: str
     adapter: Adapter
@@ -498,6 +511,7 @@ class _Merge(NamedTuple):
     tokenizer: TokenizerFile | None
     sidecars: Path
     seq: int
+    checkpoint: NamedCheckpoint | None = None
 
 
 def _merge_of_run(checkpoint: NamedCheckpoint) -> _Merge:
@@ -512,7 +526,14 @@ def _merge_of_run(checkpoint: NamedCheckpoint) -> _Merge:
     check_base(recipe.lora, recipe.model)
     adapter, run = adapter_of_run(opened, recipe.model, recipe.lora), _home(checkpoint)
     return _Merge(
-        checkpoint.label, adapter, recipe.model, recipe.model.init, _tokenizer_of(run), run.companions, recipe.data.seq
+        checkpoint.label,
+        adapter,
+        recipe.model,
+        recipe.model.init,
+        _tokenizer_of(run),
+        run.companions,
+        recipe.data.seq,
+        checkpoint,
     )
 
 

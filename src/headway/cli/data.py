@@ -1,4 +1,4 @@
-"""`headway data build | show | probe | verify | mix`: datasets of text, images or video, and mixtures of text."""
+"""`headway data build | show | probe | verify | mix | diff`: datasets of text, images or video, and mixtures of text."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from headway.cli.chat_view import chat_sample, packing_line, print_chat_sample, print_prompt, prompt_facts
+from headway.cli.data_diff import diff_datasets
 from headway.cli.data_mix import print_mix
 from headway.cli.media_view import (
     build_facts,
@@ -62,8 +63,9 @@ from headway.data.prompts import PromptReader
 from headway.data.tokenizer import limit_threads
 from headway.errors import UsageError
 from headway.recipe import Data
+from headway.track.hub import hub_sources, local_model
 
-app = typer.Typer(help="Build, inspect, verify and mix datasets.", no_args_is_help=True)
+app = typer.Typer(help="Build, inspect, verify, compare and mix datasets.", no_args_is_help=True)
 
 DataPath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder made by `headway data build`.")]
 MANIFEST_FACTS = ("version", "tokens", "documents", "prompt_tokens", "vocab_size", "end_of_text", "dtype")
@@ -76,7 +78,7 @@ def build_command(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="SOURCES...", help="Files, quoted globs (** included), or package.module:name."),
+        typer.Argument(metavar="SOURCES...", help="Files, quoted globs, hf:org/name, or package.module:name."),
     ],
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the tokenizer to train.")] = 4096,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json, or a folder with one.")] = None,
@@ -174,10 +176,10 @@ def build_command(
     if chat is not None and (tokenizer is not None or engine != "local"):
         option = "--engine ray" if tokenizer is None else "--tokenizer"
         raise UsageError(f"{option} is for text; chats use the model's tokenizer on this machine", hint="leave it out")
-    with own_sources(sources, out.absolute().parent) as files, _progress() as progress:
+    with own_sources(hub_sources(sources), out.absolute().parent) as files, _progress() as progress:
         if chat is not None:
             chats = ChatOptions(
-                model=str(chat),
+                model=local_model(str(chat)),
                 template=None if template is None else str(template),
                 arguments=_arguments(template_arguments),
                 exclude=tuple(exclude or ()),
@@ -190,7 +192,7 @@ def build_command(
             options = BuildOptions(
                 exclude=tuple(exclude or ()),
                 reading=reading,
-                tokenizer=tokenizer,
+                tokenizer=None if tokenizer is None else local_model(tokenizer),
                 end_of_text=end_of_text,
                 special_tokens=special_tokens,
                 vocab_size=vocab_size,
@@ -394,6 +396,19 @@ def mix_command(
 ) -> None:
     """Print the shares and epochs of a recipe's datasets."""
     print_mix(recipe, settings or [], as_json)
+
+
+@app.command("diff")
+def diff_command(
+    first: Annotated[Path, typer.Argument(metavar="A", help="Folder made by `headway data build`.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    as_json: Json = False,
+) -> None:
+    """Compare two datasets: sources, options, documents, shards and tokens.
+
+    Exits with 0 if they are the same version, 1 if not.
+    """
+    diff_datasets(first, second, as_json)
 
 
 def _facts(path: Path, manifest: Any) -> dict[str, Any]:

@@ -28,8 +28,8 @@ VERBS: dict[str, dict[str, str]] = {
     "Plan and prepare": {
         "plan": "Find the fastest way to run a recipe on a cluster",
         "recipe": "List, copy and show recipes, or print their schema",
-        "data": "Build, inspect, verify and mix datasets",
-        "model": "Show a model's parts and costs, or compare two",
+        "data": "Build, inspect, compare and mix datasets",
+        "model": "Show, compare and name models",
         "hardware": "List known chips and benchmark this machine",
     },
     "Train and use": {
@@ -52,6 +52,8 @@ VERBS: dict[str, dict[str, str]] = {
         "logs": "Show or follow a run's logs",
         "stacks": "Show what each worker is doing right now",
         "diff": "Compare two runs bit for bit",
+        "explain": "Show the documents a step trained on",
+        "lineage": "Show what a model came from, and what it became",
         "rl": "Show, compare and replay rollouts of a run",
         "fetch": "Sync a run's records from its object store",
     },

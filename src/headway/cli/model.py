@@ -1,4 +1,4 @@
-"""`headway model show | diff | add-tokens`: a model's parts and costs, the differences of two, a longer vocabulary.
+"""`headway model show | diff | add-tokens | tag`: a model's parts and costs, the differences of two, names.
 
 A model is a Hugging Face folder, a recipe, a run, a run's step, or the path of a checkpoint.
 """
@@ -11,8 +11,9 @@ import typer
 from pydantic_core import from_json
 
 from headway.cli.checkpoint_view import progress_bar
+from headway.cli.model_names import list_names, note_name, remove_named, tag_checkpoint
 from headway.cli.model_view import NamedModel, diff_document, diff_lines, document_of, next_line, show_lines
-from headway.cli.options import Json, Runs, Settings
+from headway.cli.options import Json, Runs, Settings, complete_run
 from headway.cli.text import print_json
 from headway.data.chat_template import ChatTemplate, check_template
 from headway.errors import HeadwayError, ModelError, StateError, UsageError
@@ -30,9 +31,10 @@ from headway.state.checkpoint_diff import TensorDifference
 from headway.state.huggingface import LazyWeight, saved_weights, stored_weights
 from headway.state.peft import adapter_of_run, merged_weights
 from headway.state.weight_diff import weight_differences
-from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
+from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root, split_ref
+from headway.track.hub import local_model
 
-app = typer.Typer(help="Show a model's parts and costs, compare two, or add tokens.", no_args_is_help=True)
+app = typer.Typer(help="Show, compare, name and extend models.", no_args_is_help=True)
 
 ASSUMED_VOCABULARY = 4096
 """Of a dataset that is not built yet: the default of `headway data build`."""
@@ -40,6 +42,7 @@ VOCABULARY_MULTIPLE = 64
 """As training rounds it; repeated here since importing the agent takes longer than this verb."""
 USUAL_SEQ = 2048
 """Of a Hugging Face folder, which states the longest sequence only."""
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The model's name.")]
 WHAT = "A Hugging Face folder, a recipe, a run, RUN@STEP, or a checkpoint's path."
 
 
@@ -129,6 +132,49 @@ def add_tokens_command(
     print(f"next: headway data build OUT CHATS.jsonl --chat {out}")
 
 
+@app.command("tag")
+def tag_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN[@STEP]", autocompletion=complete_run, help="A run's checkpoint, or another model's name."
+        ),
+    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name, such as prod.")],
+    note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help="Also add a note.")] = None,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Give a checkpoint a name, which every verb takes as a model.
+
+    A name that is in use moves to the new checkpoint. A checkpoint with a name is not removed by checkpoint.keep_last.
+    """
+    tag_checkpoint(runs_root(runs), model, name, note, json)
+
+
+@app.command("ls")
+def ls_command(runs: Runs = None, json: Json = False) -> None:
+    """List the names of models."""
+    list_names(runs_root(runs), json)
+
+
+@app.command("note")
+def note_command(
+    name: Name,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note.")],
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Add a note to a model's name."""
+    note_name(runs_root(runs), name, text, json)
+
+
+@app.command("remove")
+def remove_command(name: Name, runs: Runs = None, json: Json = False) -> None:
+    """Remove a model's name; its checkpoint stays."""
+    remove_named(runs_root(runs), name, json)
+
+
 def _no_folder(folder: Path) -> UsageError:
     """Return what is wrong with a model that is no Hugging Face folder; a run must be exported first."""
     try:
@@ -150,7 +196,7 @@ def _no_folder(folder: Path) -> UsageError:
 
 def _find_model(what: str, runs: Path | None, settings: list[str] | None = None) -> NamedModel:
     """Return the model of a folder, a recipe, a run or a checkpoint."""
-    path = Path(what)
+    path = Path(local_model(what))
     if (path.is_file() or path.suffix == ".toml") and path.name != "config.json":
         return _of_recipe(what, path, runs, settings or [])
     if settings:
@@ -203,7 +249,7 @@ def _with_vocabulary(model: Model, data: Path) -> tuple[Model, tuple[str, ...]]:
 
 
 def _of_run(what: str, runs: Path | None) -> NamedModel:
-    name, step = parse_ref(what)
+    name, step = split_ref(runs_root(runs), what)
     run = find_run(runs_root(runs), name)
     try:
         address = str(find_checkpoint(run.checkpoints, step))

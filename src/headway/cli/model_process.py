@@ -14,11 +14,13 @@ from headway.errors import HeadwayError, UsageError, WorkerError
 from headway.state import find_checkpoint, list_checkpoints
 from headway.state.address import is_in_store
 from headway.state.peft import is_adapter_folder
-from headway.track import find_run, parse_ref, runs_root
+from headway.track import find_run, runs_root, split_ref
+from headway.track.hub import local_model
 
 
 def model_of(model: str, runs: Path | None) -> tuple[dict[str, str], str]:
     """Return where a model's files are, for the process that loads it, and its name."""
+    model = local_model(model)
     if is_in_store(model):
         return {"store": model}, model.rstrip("/").rpartition("/")[2]
     folder = Path(model)
@@ -32,7 +34,7 @@ def model_of(model: str, runs: Path | None) -> tuple[dict[str, str], str]:
         )
     if folder.is_file():
         raise UsageError(f"{model} is a file, not a model", hint="name a Hugging Face folder or a run")
-    ref, step = parse_ref(model)
+    ref, step = split_ref(runs_root(runs), model)
     run = find_run(runs_root(runs), ref)
     checkpoint = find_checkpoint(run.checkpoints, step)
     used = next(entry.step for entry in list_checkpoints(run.checkpoints) if entry.path == checkpoint)
@@ -48,12 +50,13 @@ def adapters_of(named: list[str], model: str, runs: Path | None) -> dict[str, st
             raise UsageError(f"--lora {text} is not NAME=PATH", hint="for example --lora sql=runs/sql-adapter")
         if name in adapters or name == model:
             raise UsageError(f"--lora {text}: the name {name!r} is taken", hint="give each adapter a name of its own")
+        path = local_model(path)
         if is_adapter_folder(Path(path)):
             adapters[name] = path
             continue
         if Path(path).is_dir() and not (Path(path) / "recipe.json").is_file():
             raise UsageError(f"--lora {text}: {path} has no adapter_config.json", hint="name PEFT's folder, or a run")
-        ref, step = parse_ref(path)
+        ref, step = split_ref(runs_root(runs), path)
         try:
             adapters[name] = str(find_checkpoint(find_run(runs_root(runs), ref).checkpoints, step))
         except HeadwayError as error:

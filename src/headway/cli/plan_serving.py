@@ -19,7 +19,7 @@ from headway.plan.serving import DTYPES, ServingLoad, ServingPlan, plan_serving
 from headway.recipe import Recipe
 from headway.recipe.huggingface import stored_dtype
 from headway.state.hf_sidecars import longest_sequence, original_config
-from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
+from headway.track import RunFolder, find_run, read_recipe, runs_root, split_ref
 
 PROMPT, OUTPUT = 1000, 300
 SEQUENCES = 256
@@ -59,7 +59,7 @@ def model_of_config(path: Path) -> ServedModel:
 
 def model_of_run(reference: str) -> ServedModel:
     """Return the model of a run, by name or folder."""
-    name, _ = parse_ref(reference)
+    name, _ = split_ref(runs_root(None), reference)
     folder = Path(reference)
     try:
         run = RunFolder(folder) if (folder / "recipe.json").is_file() else find_run(runs_root(None), name)

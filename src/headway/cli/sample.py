@@ -15,7 +15,7 @@ from headway.cli.model_process import model_of, model_process
 from headway.cli.options import Json, ModelSource, Runs
 from headway.cli.sample_media import diffusion_recipe, sample_media
 from headway.errors import UsageError
-from headway.track import parse_ref
+from headway.track import runs_root, split_ref
 
 Prompt = Annotated[
     list[str] | None,
@@ -61,7 +61,7 @@ def sample(
     json: Json = False,
 ) -> None:
     """Generate text with a model, or images and video with a diffusion model."""
-    at = parse_ref(model)[1] if not Path(model).exists() else None
+    at = split_ref(runs_root(runs), model)[1] if not Path(model).exists() else None
     if at is not None and step is not None and at != step:
         raise UsageError(f"{model} and --step {step} name different checkpoints", hint="give only one of them")
     if step is not None and (Path(model) / "config.json").is_file():

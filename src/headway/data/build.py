@@ -21,6 +21,7 @@ import numpy.typing as npt
 from headway.data.encoders import Encode, Encoders, on_threads
 from headway.data.manifest import MANIFEST, TOKENIZER, DatasetManifest, read_manifest
 from headway.data.merges import NotProven
+from headway.data.origins import ORIGINS, SOURCES, OriginWriter
 from headway.data.shards import open_dataset
 from headway.data.sources import ReadOptions, SourceFile, TextBlock, find_sources, read_blocks
 from headway.data.tiktoken_encoder import EncodersDiffer, TiktokenEncoder, fast_encoder
@@ -30,7 +31,6 @@ from headway.errors import DamagedData, DataError
 
 Engine = Literal["auto", "tokenizers", "tiktoken"]
 
-SOURCES = "sources.json"
 TRAIN_BYTES = 256 << 20
 """A tokenizer is trained on about this much text, sampled evenly from all sources."""
 PIECE_CHARS = 1 << 18
@@ -119,7 +119,7 @@ def build_dataset(
     origin = _origin(files, options)
     existing = already_built(target, origin)
     note = on_note or (lambda _: None)
-    if existing is not None:
+    if existing is not None and (target / ORIGINS).is_file():
         _check_vocabulary(existing.manifest.vocab_size, options, note)
         return existing
 
@@ -250,16 +250,20 @@ def _write(
 ) -> DatasetManifest:
     dtype = dtype_for(tokenizer.vocab_size)
     writer = ShardWriter(folder, dtype=dtype, end_of_text=tokenizer.end_of_text, shard_tokens=shard_tokens)
+    origins = OriginWriter(folder)
     try:
         for block, ids in pieces:
             writer.add(ids, prompt=block.prompt)
             if block.last:
                 writer.end_document()
+                origins.add(block.file, block.record, block.offset)
+        origins.close()
         if not writer.documents:
             raise DataError("the sources hold no text", hint="check the globs, the fields and what was skipped")
         return finish_dataset(folder, writer, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.to_bytes())
     finally:
         writer.abandon()
+        origins.abandon()
 
 
 def install(folder: Path, target: Path, manifest: DatasetManifest, force: bool) -> bool:
@@ -273,9 +277,17 @@ def install(folder: Path, target: Path, manifest: DatasetManifest, force: bool) 
             )
         with suppress(DataError):
             open_dataset(target, verify="full")
+            _add_origins(folder, target)
             return False
     install_folder(folder, target)
     return True
+
+
+def _add_origins(folder: Path, target: Path) -> None:
+    """Give an older dataset of the same version the index of its sources."""
+    if (folder / ORIGINS).is_file() and not (target / ORIGINS).is_file():
+        (folder / SOURCES).replace(target / SOURCES)
+        (folder / ORIGINS).replace(target / ORIGINS)
 
 
 _OpenEncoders = Callable[[], AbstractContextManager[Encoders]]
@@ -329,9 +341,9 @@ class _Reader:
     def _blocks(self, on_skip: Callable[[str], None] | None) -> Iterator[TextBlock]:
         """Blocks of all sources; their positions count from the start of the first source."""
         starts = accumulate((file.bytes for file in self._files), initial=0)
-        for source, start in zip(self._files, starts, strict=False):
+        for number, (source, start) in enumerate(zip(self._files, starts, strict=False)):
             for block in read_blocks(source, self._reading, on_skip):
-                yield block._replace(position=start + block.position)
+                yield block._replace(position=start + block.position, file=number)
 
 
 def _batches(blocks: Iterable[TextBlock], chars: int) -> Iterator[list[TextBlock]]:

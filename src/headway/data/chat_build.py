@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headway.data.build import (
-    SOURCES,
     BuildProgress,
     BuildResult,
     Engine,
@@ -40,6 +39,7 @@ from headway.data.chat_template import (
 from headway.data.chat_tokens import EncodedSample, SampleEncoder, end_pattern
 from headway.data.chat_writer import ChatWriter
 from headway.data.manifest import CHAT_FORMAT, MANIFEST, TOKENIZER, ChatFacts, DatasetManifest, stamp_of, write_stamp
+from headway.data.origins import SOURCES
 from headway.data.sources import ReadOptions, SourceFile, find_sources
 from headway.data.template_layout import LayoutMismatch, Refused, SampleMaker, make_samples
 from headway.data.tiktoken_encoder import EncodersDiffer

@@ -64,6 +64,12 @@ class TextBlock(NamedTuple):
     last: bool
     position: int
     """Position in the file on disk, in bytes."""
+    record: int = 0
+    """The line or row that the document is, from 1; 0 for the whole file."""
+    offset: int = 0
+    """Where it begins in the plain text, in bytes."""
+    file: int = 0
+    """The number of the source file."""
 
 
 def find_sources(
@@ -210,16 +216,17 @@ class BadRecordError(Exception):
     """Why a line or row cannot be used."""
 
 
-_Record = tuple[str, Callable[[], Callable[[str], str]], int]
-"""(line or row, function that parses it and returns a getter of its fields, position in the file on disk)."""
+_Record = tuple[str, Callable[[], Callable[[str], str]], int, int]
+"""(line or row, function that parses it and returns a getter of its fields, position in the file on disk, and where it
+begins in the plain text)."""
 
 
 def _read_jsonl(source: SourceFile, reading: ReadOptions, skip: Callable[[str], None]) -> Iterator[TextBlock]:
     replace = reading.errors == "replace"
     with open_plain(source.path) as (plain, tell):
         records = (
-            (f"line {number}", functools.partial(_parse_line, line, replace), tell())
-            for number, line in enumerate(_lines(plain), start=1)
+            (f"line {number}", functools.partial(_parse_line, line, replace), tell(), offset)
+            for number, (line, offset) in enumerate(_with_offsets(plain), start=1)
             if line.strip()
         )
         yield from _documents(source, records, reading, skip)
@@ -229,7 +236,7 @@ def _read_parquet(source: SourceFile, reading: ReadOptions, skip: Callable[[str]
     columns = [reading.text_field] + ([] if reading.prompt_field is None else [reading.prompt_field])
     rows = read_rows(source.path, list(dict.fromkeys(columns)), source.bytes)
     records = (
-        (f"row {number}", lambda values=values: functools.partial(_column, values, reading.errors), position)
+        (f"row {number}", lambda values=values: functools.partial(_column, values, reading.errors), position, 0)
         for number, values, position in rows
     )
     yield from _documents(source, records, reading, skip)
@@ -239,7 +246,7 @@ def _documents(
     source: SourceFile, records: Iterable[_Record], reading: ReadOptions, skip: Callable[[str], None]
 ) -> Iterator[TextBlock]:
     """Yield the documents of valid records; fail at or skip the others."""
-    for where, parse, position in records:
+    for where, parse, position, offset in records:
         try:
             field = parse()
             prompt = "" if reading.prompt_field is None else field(reading.prompt_field)
@@ -253,9 +260,9 @@ def _documents(
                 hint=f"set --text-field and --prompt-field, or skip such {where.split()[0]}s: --errors skip",
             ) from None
         if prompt:
-            yield TextBlock(prompt, prompt=True, last=False, position=position)
+            yield TextBlock(prompt, True, False, position, _number(where), offset)
         if prompt or text:
-            yield TextBlock(text, prompt=False, last=True, position=position)
+            yield TextBlock(text, False, True, position, _number(where), offset)
 
 
 def read_objects(
@@ -291,6 +298,18 @@ def _parse_chat(line: bytes, replace: bool) -> "dict[str, object] | BadRecordErr
     except BadRecordError as bad:
         return bad
     return record
+
+
+def _number(where: str) -> int:
+    return int(where.rpartition(" ")[2])
+
+
+def _with_offsets(plain: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Yield lines without a byte order mark, and where each begins."""
+    offset = 0
+    for index, line in enumerate(plain):
+        yield line.removeprefix(b"\xef\xbb\xbf") if index == 0 else line, offset
+        offset += len(line)
 
 
 def _lines(plain: Iterable[bytes]) -> Iterator[bytes]:

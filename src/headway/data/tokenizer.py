@@ -205,10 +205,10 @@ def cut_blocks(
                 if len(pending) - start <= limit:
                     break
                 at = start + limit
-            yield TextBlock(pending[start:at], block.prompt, False, block.position)
+            yield block._replace(text=pending[start:at], last=False)
             start, scanned, tries = at, 0, 0
         if block.prompt or block.last:
-            yield TextBlock(pending[start:], block.prompt, block.last, block.position)
+            yield block._replace(text=pending[start:])
             pending, scanned, tries = "", 0, 0
         elif start:
             pending, scanned = pending[start:], max(scanned - start, 0)

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 from headway.errors import HeadwayError, UsageError
 from headway.evals.results import ScoredRow
 from headway.evals.session import EvalSession
-from headway.track import find_run, latest_evaluations, parse_ref, read_evaluation_rows, runs_root
+from headway.track import find_run, latest_evaluations, read_evaluation_rows, runs_root, split_ref
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Recorded:
 
 def recorded_of(model: str, runs: Path | None) -> Recorded:
     """Return what was recorded in a run at a step, by default the last one that was evaluated."""
-    ref, step = parse_ref(model)
+    ref, step = split_ref(runs_root(runs), model)
     try:
         run = find_run(runs_root(runs), ref)
     except HeadwayError as error:

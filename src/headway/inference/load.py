@@ -33,7 +33,8 @@ from headway.state.base_weights import base_digest, check_base, checkpoint_diges
 from headway.state.hf_sidecars import longest_sequence
 from headway.state.peft import adapter_of_run
 from headway.state.tensors import load_weights, read_tensors
-from headway.track import RunFolder, find_run, parse_ref, read_recipe, runs_root
+from headway.track import RunFolder, find_run, read_recipe, runs_root, split_ref
+from headway.track.hub import local_model
 
 DEFAULT_LENGTH = 8192
 """Tokens of a sequence, for a model that does not say."""
@@ -120,6 +121,7 @@ def load_model(
     source: str | Path, *, device: str = "auto", dtype: str = "auto", runs: Path | None = None
 ) -> LoadedModel:
     """Load a Hugging Face folder; RUN, RUN@STEP or `last`; or s3://bucket/RUN, with @STEP if not the newest."""
+    source = local_model(str(source))
     if is_in_store(str(source)):
         return load_store(str(source), device=device, dtype=dtype)
     folder = Path(source)
@@ -127,7 +129,7 @@ def load_model(
         return load_folder(folder, device=device, dtype=dtype)
     if folder.is_dir() and not (folder / "recipe.json").is_file():
         raise ModelError(f"{source} has no config.json", hint="name a Hugging Face folder or a run")
-    ref, step = parse_ref(str(source))
+    ref, step = split_ref(runs_root(runs), str(source))
     run = RunFolder(folder) if (folder / "recipe.json").is_file() else find_run(runs_root(runs), ref)
     return load_run(run, find_checkpoint(run.checkpoints, step), device=device, dtype=dtype)
 

@@ -10,6 +10,16 @@ from headway.recipe.load import leaves
 from headway.recipe.model import ModelLayout
 from headway.recipe.sample_settings import SampleGrid
 from headway.recipe.schema import Checkpoint, Eval, Health, Parallel, Recipe, Store
+from headway.recipe.track import MLflow, TensorBoard, Track, Wandb, Webhook
+
+_TRACK = (
+    "track",
+    *(f"track.{key}" for key in Track.model_fields),
+    *(f"track.mlflow.{key}" for key in MLflow.model_fields),
+    *(f"track.wandb.{key}" for key in Wandb.model_fields),
+    *(f"track.tensorboard.{key}" for key in TensorBoard.model_fields),
+    *(f"track.webhook.{key}" for key in Webhook.model_fields),
+)
 
 CHANGEABLE = {
     "train.steps": "train longer or stop earlier (a cosine's remaining steps follow the new length)",
@@ -52,6 +62,7 @@ CHANGEABLE = {
     **{f"checkpoint.{key}": "durability only" for key in Checkpoint.model_fields},
     **{f"checkpoint.store.{key}": "durability only" for key in Store.model_fields},
     "callbacks": "told about steps, changes none",
+    **dict.fromkeys(_TRACK, "sends metrics elsewhere only"),
     **{f"health.{key}": "monitoring only; its effects are recorded" for key in Health.model_fields},
 }
 """Why each dotted key is safe to change in the middle of a run."""
@@ -104,7 +115,7 @@ def check_resumable(
 
 def changeable_keys() -> list[str]:
     """Return the keys that may change, with one pattern for a section of which all may."""
-    whole = ("parallel", "model.layout", "eval", "checkpoint", "health")
+    whole = ("parallel", "model.layout", "eval", "checkpoint", "health", "track")
     keys = [key for key in CHANGEABLE if not any(key.startswith(f"{section}.") for section in whole)]
     return [*keys, *(f"{section}.*" for section in whole)]
 

@@ -23,6 +23,7 @@ from headway.recipe.policy import PolicyGradient, derived_correction
 from headway.recipe.rl import Rl
 from headway.recipe.sample_settings import SampleGrid
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
+from headway.recipe.track import Track
 from headway.recipe.train import Train
 
 __all__ = ["Checkpoint", "Data", "Eval", "Health", "Inference", "Lora", "Parallel", "Recipe", "Store", "Train"]
@@ -190,6 +191,8 @@ class Recipe(Section):
     """How the model and engines in the run compute tokens."""
     callbacks: tuple[OwnCallback, ...] = ()
     """Classes of your own that are told about steps and evaluations."""
+    track: Track | None = None
+    """Other trackers that get the run's metrics while it trains: MLflow, Weights & Biases, TensorBoard, a webhook."""
 
     def compiles(self, device: str) -> bool:
         """Whether blocks are compiled on a kind of device; by default those of built-in families on GPUs."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from headway.errors import WorkerError
 from headway.rl.scorer_pipe import ScorerPipe, wait_for_pipes
+from headway.track import user_log
 
 AHEAD = 2
 """Calls that a process holds at most: the one it runs, and the next."""
@@ -53,6 +54,12 @@ class _Worker:
     calls: deque[_Call] = field(default_factory=deque)
 
 
+def _log() -> dict[str, Any]:
+    """Return where `hw.log` of these processes records: in the run of this one, if it has one."""
+    shared = user_log.shared()
+    return {} if shared is None else {"log": shared}
+
+
 class CallPool:
     """Processes that run calls."""
 
@@ -68,7 +75,7 @@ class CallPool:
     ) -> None:
         """`start` tells a process what to import, and `imports` people; `names` are the functions of each call, in
         order."""
-        self._start, self._names, self._processes, self._clock = start, names, processes, clock
+        self._start, self._names, self._processes, self._clock = {**start, **_log()}, names, processes, clock
         self._limit_s, self._imports = limit_s, imports
         self._queue = deque[_Call]()
         self._done: dict[int, dict[str, CallResult]] = {}
@@ -79,7 +86,7 @@ class CallPool:
 
     def submit(self, line: Mapping[str, Any]) -> int:
         """Queue a call; return its number, which counts up from 0. Never waits."""
-        call = _Call(self._submitted, line)
+        call = _Call(self._submitted, {**line, "log_step": user_log.current_step()})
         self._submitted += 1
         if not self._names:
             self._done[call.number] = {}

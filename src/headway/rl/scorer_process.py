@@ -26,6 +26,7 @@ from headway.rl.environments import Turn, load_environment
 from headway.rl.environments.checked_reply import checked_reply
 from headway.rl.rewards import Answer, load_reward
 from headway.rl.rewards.value import checked
+from headway.track import user_log
 
 PR_SET_PDEATHSIG = 1
 MOST_PRINTED = 1 << 16
@@ -72,6 +73,8 @@ def main() -> None:
     if start is None:
         return
     sys.path[:] = start["path"]
+    if (log := start.get("log")) is not None:
+        user_log.open_log(Path(log["run"]), log["attempt"], f"{log['process']}-score-{os.getpid()}")
     try:
         run = _calls(start)
     except HeadwayError as error:
@@ -80,6 +83,7 @@ def main() -> None:
     reply({"ready": True})
     for line in requests:
         fields = json.loads(line)
+        user_log.set_step(fields.pop("log_step", 0))
         for message in run(fields.pop("terms"), fields):
             reply(message)
 

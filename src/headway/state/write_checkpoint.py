@@ -45,6 +45,7 @@ from headway.state.read_checkpoint import OpenCheckpoint
 from headway.state.safetensors_file import SafetensorsLayout, plan_file, write_file, write_memory
 from headway.state.source import MANIFEST
 from headway.track import make_durable
+from headway.track.registry import NAMED
 
 _NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
 _HINTS = {
@@ -301,12 +302,13 @@ def find_checkpoint(checkpoints: Path, step: int | None = None) -> Path:
 
 
 def prune(checkpoints: Path, keep_last: int, keep_every_steps: int = 0, always: int | None = None) -> list[int]:
-    """Remove all but the newest, multiples of `keep_every_steps`, and `always`; return the removed steps."""
+    """Remove all but the newest, multiples of `keep_every_steps`, named ones and `always`; return the removed steps."""
     assert keep_last >= 1, "pruning would leave nothing"
     removed = []
     with explain_write_errors(f"old checkpoints could not be removed from {checkpoints}"), locked_folder(checkpoints):
         for entry in list_checkpoints(checkpoints)[:-keep_last]:
-            if entry.step == always or (keep_every_steps and entry.step % keep_every_steps == 0):
+            named = (entry.path / NAMED).exists()
+            if named or entry.step == always or (keep_every_steps and entry.step % keep_every_steps == 0):
                 continue
             # Renamed first: a half-removed checkpoint must not be listed.
             doomed = checkpoints / f".step-{entry.step:08d}.removed"

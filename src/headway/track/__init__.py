@@ -27,6 +27,7 @@ from headway.track.files import make_durable, read_recipe, write_json
 from headway.track.ledger import ACCOUNTS, OF_POLICIES, AttemptTime, Ledger, account, largest_overhead
 from headway.track.metrics import history, metric_names, metric_table, read_metric, read_metrics
 from headway.track.plans import RunPlan, read_plan, write_plan
+from headway.track.registry import split_ref
 from headway.track.runs import (
     FAILED,
     RunFolder,
@@ -108,6 +109,7 @@ __all__ = [
     "run_id",
     "runs_root",
     "set_aside",
+    "split_ref",
     "summarize",
     "take_back",
     "write_evaluation",

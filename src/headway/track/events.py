@@ -13,7 +13,7 @@ Every other line is an event, with the nanoseconds since that moment as `t`:
             memory (bytes, buffers), kept (step, seconds), checkpoint and upload (step, digest, bytes, seconds),
             skipped (step), unsaved (step, tier, message, hint), retry (message, limit_s), rhythm (seconds, cost)
             hang (rank, step, phase, seconds, limit, line, stacks, ends), node (node, state), waiting, woken, adopted,
-            straggler, each with a `text`; storage (text, works): the run's folder or disk failed, or works again;
+            straggler, tracker, each with a `text`; storage (text, works): the run's storage failed, or works again;
             a failed end has its `failure`, and `recovery` if the run continues
     ranks   step (step, data, compute; rank 0 adds loss, grad_norm, lr, tokens, cursor, chain ...)
             doubt (step, value): the value in a replay of an element in which replicas differed

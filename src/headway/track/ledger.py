@@ -75,7 +75,7 @@ _STORAGE_ADVICE = "Saves waited for storage that had failed (see the incidents):
 _LONGEST = 1 << 62  # nanoseconds; a larger number means a damaged record
 _MOST_WORKERS = 1 << 20  # as above
 _STOPPED_CODE = 75  # a worker that saved and stopped on request
-_WITH_TEXT = ("adopted", "alone", "corrupted", "hang", "node", "numbers", "storage", "straggler", "woken")
+_WITH_TEXT = ("adopted", "alone", "corrupted", "hang", "node", "numbers", "storage", "straggler", "tracker", "woken")
 """Kinds of agent events with a `text` that is shown as it is."""
 _RAISED_BY_ALL = ("BadNumbers", "Corrupted")
 """Errors that every worker raises at the same time."""

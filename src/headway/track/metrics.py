@@ -12,8 +12,9 @@ from pydantic_core import from_json
 
 from headway.errors import UsageError
 from headway.track.evaluations import latest_evaluations
-from headway.track.events import Event, Record, kept_until, read_run, read_with_raw_lines
+from headway.track.events import Event, Record, kept_until, read_ends, read_run, read_with_raw_lines
 from headway.track.runs import RunFolder
+from headway.track.user_log import logged_series, user_records
 
 # NumPy is imported where it is used, to keep 0.1 s out of the start of verbs that only inspect a run.
 if TYPE_CHECKING:
@@ -86,13 +87,16 @@ def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str,
         steps, values = keep_latest(parts)
         if steps.size:
             series[key] = (steps, values)
-    return series | beside_steps(run, keys)
+    return beside_steps(run, keys) | series
 
 
 def beside_steps(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str, Series]:
-    """Return the metrics that are not in the records of steps, by default all of them."""
-    tasks = _tasks(run)
-    return {key: tasks[key] for key in (tasks if keys is None else keys) if key in tasks}
+    """Return the metrics that are not in the records of steps, of tasks and of `hw.log`, by default all of them."""
+    found = _tasks(run)
+    if logged := user_records(run):
+        leaders = [read_ends(path) for path in run.events.glob("*-rank-0.jsonl")]
+        found = logged_series(logged, kept_until(leaders), keys) | found
+    return {key: found[key] for key in (found if keys is None else keys) if key in found}
 
 
 def _tasks(run: RunFolder) -> dict[str, Series]:

@@ -90,6 +90,10 @@ class RunFolder:
     """Images or video that a diffusion model generated during training."""
     logs = _PathInRun("logs")
     """Output of its processes."""
+    logged = _PathInRun("logged")
+    """Images, audio, tables and artifacts that code of the user's own logged."""
+    trackers = _PathInRun("trackers")
+    """How far other trackers have received its events."""
     id_file = _PathInRun("id")
     """Its unique id."""
     key_file = _PathInRun("key")

@@ -11,6 +11,7 @@ from headway.errors import ModelError
 from headway.recipe import Recipe
 from headway.recipe.own_code import describe_error, load_name
 from headway.recipe.schema import OwnCallback
+from headway.track.user_log import at_step
 
 METHODS = ("begin", "step", "evaluated", "end")
 
@@ -44,19 +45,23 @@ class Callbacks:
 
     def begin(self, run: Path, recipe: Recipe, step: int) -> None:
         """Begin an attempt."""
-        self._call("begin", run, recipe, step)
+        with at_step(step):
+            self._call("begin", run, recipe, step)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Pass a step on; return whether a callback wants to stop."""
-        return True in self._call("step", step, metrics)
+        with at_step(step):
+            return True in self._call("step", step, metrics)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass scores on."""
-        self._call("evaluated", step, metrics)
+        with at_step(step):
+            self._call("evaluated", step, metrics)
 
     def end(self, step: int) -> None:
         """End an attempt."""
-        self._call("end", step)
+        with at_step(step):
+            self._call("end", step)
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         answers = []

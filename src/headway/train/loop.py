@@ -20,7 +20,7 @@ from headway.parallel.objective import SumScale, loss_of
 from headway.recipe.assignment import SuspectElement
 from headway.rl.advantages import effective_sample_share
 from headway.state.tiers import tiers_at, tiers_at_end
-from headway.track import chain
+from headway.track import chain, user_log
 from headway.train.build import Parts, RunProgress
 from headway.train.cuda_graphs import passes_of
 from headway.train.evaluate import evaluate
@@ -59,6 +59,7 @@ def train(
     while step < recipe.train.steps and not wanted.stop:
         step += 1
         beat.step(step)
+        user_log.set_step(step)
         parts.faults.reach("start", step)
 
         # the batch: this worker's rows of the samples at the cursor, or of answers that the model samples now

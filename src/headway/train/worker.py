@@ -14,6 +14,7 @@ from headway.state import Channel, ChannelClosed, Message
 from headway.track import Recorder, RunFolder, read_recipe, record_path
 from headway.track.access import adopt_umask
 from headway.track.heartbeat import HeartbeatPages, HeartbeatWriter
+from headway.track.user_log import close_log, open_log
 from headway.train import stack_responder as stacks
 from headway.train.build import Parts, build
 from headway.train.compilation import record_compilation
@@ -48,6 +49,7 @@ def main(line: Channel) -> int:
     except RunError:
         return RECORD_LOST  # only a status, since a message cannot be recorded either
     recipe = read_recipe(run)
+    open_log(run.path, assignment.attempt, name)
     stop = StopRequest()
     stop.listen()
     try:
@@ -68,6 +70,7 @@ def main(line: Channel) -> int:
         )  # fmt: skip
         return FAILED
     finally:
+        close_log()
         recorder.close()
 
 

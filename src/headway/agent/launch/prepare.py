@@ -61,16 +61,18 @@ from headway.track import (
     find_run,
     lock_holder,
     next_attempt,
-    parse_ref,
     read_ends,
     read_plan,
     read_recipe,
     read_run,
+    split_ref,
     summarize,
     write_json,
     write_plan,
 )
 from headway.track.access import umask_of
+from headway.track.hub import local_model
+from headway.track.lineage import write_origin
 from headway.track.runs import is_set_aside
 
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
@@ -129,6 +131,7 @@ def new_run(
             write_json(run.recipe_file, planned.recipe.model_dump())
             if planned.plan is not None:
                 write_plan(run, planned.plan)
+            write_origin(run, recipe.model_dump(), checkpoint, _digests(recipe, checkpoint))
             _copy_data_facts(run, recipe.data)
             _copy_companions(run, recipe.model.init)
             _copy_chat_template(run, recipe.data)
@@ -306,7 +309,7 @@ def new_positions(recipe: Recipe) -> list[str]:
 def recipe_of_ref(root: Path, ref: str) -> Recipe:
     """Return the recipe of RUN, RUN@STEP or a checkpoint's address."""
     address = _address(ref)
-    return stated_recipe(find_run(root, parse_ref(ref)[0])) if address is None else recipe_of_checkpoint(address)
+    return stated_recipe(find_run(root, split_ref(root, ref)[0])) if address is None else recipe_of_checkpoint(address)
 
 
 def stated_recipe(run: RunFolder) -> Recipe:
@@ -434,6 +437,16 @@ def _open_data(recipe: Recipe) -> Corpus | MediaCorpus:
     return open_corpus(recipe) if recipe.data.media is None else open_media_corpus(recipe)
 
 
+def _digests(recipe: Recipe, checkpoint: str | None) -> dict[str, str]:
+    """Return the digests of what a run begins from, as far as manifests have them."""
+    found = {"from": checkpoint, "init": recipe.model.init, "teacher": getattr(recipe.objective, "teacher", None)}
+    digests = {} if recipe.lora is None or recipe.lora.base is None else {"init": recipe.lora.base}
+    for name, address in found.items():
+        if address and (is_in_store(address) or (Path(address) / MANIFEST).is_file()):
+            digests[name] = open_address(address).manifest.digest
+    return digests
+
+
 def _same_data(recipe: Recipe, run: RunFolder) -> Recipe:
     """Pin the data of a resumed run, whose version cannot change."""
     try:
@@ -484,6 +497,8 @@ def resolve_model(model: Model, root: Path) -> Model:
     """Give a model the shape of the folder or run it starts from; raise ModelError if the recipe states another."""
     if model.init is None:
         return model
+    model = model.model_copy(update={"init": local_model(model.init)})
+    assert model.init is not None, "it was one"
     folder = Path(model.init)
     if (folder / MANIFEST).exists() or is_in_store(model.init):
         return _shaped(model, _whole_model(model.init), model.init)
@@ -547,7 +562,7 @@ class BranchPoint(NamedTuple):
 
 def branch_point(root: Path, ref: str) -> BranchPoint:
     """Return the checkpoint that a reference names; of RUN without a step the newest that looks intact."""
-    if _address(ref) is not None or parse_ref(ref)[1] is not None:
+    if _address(ref) is not None or split_ref(root, ref)[1] is not None:
         checkpoint = checkpoint_of(root, ref)
         return BranchPoint(checkpoint, open_address(checkpoint).manifest.workers)
     run = find_run(root, ref)
@@ -566,7 +581,7 @@ def checkpoint_of(root: Path, ref: str) -> str:
     address = _address(ref)
     if address is not None:
         return address
-    name, step = parse_ref(ref)
+    name, step = split_ref(root, ref)
     return str(find_checkpoint(find_run(root, name).checkpoints, step).resolve())
 
 

@@ -10,7 +10,8 @@ from headway.recipe.objective import AnyObjective, Distill
 from headway.state import find_checkpoint
 from headway.state.address import is_in_store
 from headway.state.base_weights import base_digest, model_at
-from headway.track import RunFolder, find_run, parse_ref
+from headway.track import RunFolder, find_run, split_ref
+from headway.track.hub import local_model
 
 TOKENIZER = "tokenizer.json"
 
@@ -79,13 +80,14 @@ def check_same_tokenizer(data: Path, teacher: Path) -> None:
 
 def _address(teacher: str, root: Path) -> Path:
     """Return the folder or checkpoint of a teacher."""
+    teacher = local_model(teacher)
     if is_in_store(teacher):
         raise ModelError(
             f"objective.teacher = {teacher!r} is in an object store", hint="headway checkpoint export makes a folder"
         )
     if Path(teacher).is_dir():
         return Path(teacher).resolve()
-    name, step = parse_ref(teacher)
+    name, step = split_ref(root, teacher)
     try:
         return find_checkpoint(find_run(root, name).checkpoints, step).resolve()
     except RunError as error:

@@ -23,6 +23,7 @@ from headway.agent.supervise.outcome import AttemptEnd, AttemptOutcome
 from headway.agent.supervise.recover import Failure, RecoveryRules, Situation, recover
 from headway.agent.supervise.stop_signals import StopSignals, count_stop_signals
 from headway.agent.supervise.storage_monitor import FolderMonitor, StorageReporter
+from headway.agent.supervise.tracker_process import TrackerProcess
 from headway.agent.supervise.worker_monitor import WorkerMonitor
 from headway.agent.workers.env import worker_environment
 from headway.agent.workers.worker_group import WorkerGroup
@@ -98,6 +99,7 @@ def _supervise(
                 folder,
             )
         ) as saves,
+        contextlib.closing(TrackerProcess(run, recipe.track if attempt.trial is None else None)) as trackers,
     ):
         folder.start()
         if attempt.apart:  # closed last: nodes send their last records when they are told that the run is over
@@ -108,13 +110,18 @@ def _supervise(
             copy = _copy(attempt, recipe)
             at_the_end.callback(copy.close)
             saves.before_upload(copy.update)
+
+        def tick(recorder: Recorder) -> None:
+            _tick(on_tick, stop_signals, store_lease, folder)
+            trackers.tick(recorder)
+
         agent = AgentContext(
             stop_signals,
             workers,
             saves,
             monitor,
             fd_store,
-            lambda: _tick(on_tick, stop_signals, store_lease, folder),
+            lambda: tick(agent.recorder),
             first.workers,
             _recorder(attempt),
             StorageReporter(folder.trouble, fd_store.tell_storage, outage_s),
