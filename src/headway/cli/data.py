@@ -1,4 +1,4 @@
-"""`headway data build | show | probe | verify | mix | diff`: datasets of text, images or video, and mixtures of text."""
+"""`headway data build | show | probe | verify | mix | diff`: datasets of text, images or video, and mixtures."""
 
 import json
 import os

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.data.build import SOURCES, refuse_foreign
+from headway.data.build import refuse_foreign
 from headway.data.manifest import MANIFEST
 from headway.data.media.dataset import open_media
 from headway.data.media.examiner import Examined, examine_here
@@ -30,6 +30,7 @@ from headway.data.media.writer import (
     shard_identity,
     write_shard,
 )
+from headway.data.origins import SOURCES
 from headway.data.writer import install_folder, write_file
 from headway.errors import DamagedData, DataError, plural
 
