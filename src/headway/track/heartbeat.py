@@ -31,6 +31,8 @@ Phase = Literal[
     "optimizer",
     "record",
     "evaluate",
+    "tasks",
+    "scores",
     "save",
     "end",
 ]

@@ -46,6 +46,7 @@ def evaluate_tasks(parts: Parts, tasks: Sequence[OpenTask], step: int) -> None:
         try:
             with fail_together(world, "evaluate the tasks"):
                 answers = _answers(parts, session)
+                parts.beat.enter("scores")  # ahead of those with more questions, for which it waits
         except HeadwayError as error:
             if not isinstance(error, PeerFailed):
                 parts.recorder.event("log", message=f"step {step}: no evaluation of the tasks: {error.message}")
