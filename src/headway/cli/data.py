@@ -178,7 +178,9 @@ def _elsewhere(engine: str, tokenizer_engine: str) -> RemoteEncoders | None:
         return None
     if tokenizer_engine == "tiktoken":
         raise UsageError("--engine ray encodes with tokenizers only", hint="leave out --tokenizer-engine")
-    return ray_encoders(RayEngine(engine_settings("ray").site.get("address")))
+    cluster = RayEngine(engine_settings("ray").site.get("address"))
+    cluster.probe()  # before a tokenizer is trained, which takes minutes
+    return ray_encoders(cluster)
 
 
 @app.command("show")
