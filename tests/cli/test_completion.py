@@ -1,5 +1,6 @@
 """Shell completion in real shells, with the scripts that `headway completion` prints."""
 
+import json
 import os
 import re
 import shutil
@@ -99,3 +100,8 @@ def test_bash_offers_all_runs_of_another_folder(environment: dict[str, str]) -> 
 
 def test_other_shells_are_a_usage_error() -> None:
     assert isinstance(CliRunner().invoke(app, ["completion", "csh"]).exception, UsageError)
+
+
+def test_script_is_the_same_in_json() -> None:
+    plain, document = (CliRunner().invoke(app, ["completion", "bash", *words]) for words in ([], ["--json"]))
+    assert json.loads(document.stdout) == {"shell": "bash", "script": plain.stdout.removesuffix("\n")}

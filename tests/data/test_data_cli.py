@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from eventually import CEILING_S
 from headway.cli.data import app
 from headway.cli.main import main
+from headway.cluster.engines.ray.engine import RayEngine
 from headway.data import open_dataset
-from headway.errors import DataError
+from headway.errors import DataError, EngineUnreachable
 
 runner = CliRunner()
 
@@ -172,6 +173,19 @@ def test_ctrl_c_is_answered_and_leaves_no_folder(texts, monkeypatch, capsys):
         main()
     assert ended.value.code == 130
     assert capsys.readouterr().err.endswith("interrupted\n")
+    assert sorted(texts.iterdir()) == before
+
+
+def test_unreachable_cluster_is_reported_before_a_tokenizer_is_trained(texts, monkeypatch):
+    def probe(_engine):
+        raise EngineUnreachable("no Ray cluster answers")
+
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:29999")
+    monkeypatch.setattr(RayEngine, "probe", probe)
+    monkeypatch.setattr("headway.data.build.train_tokenizer", lambda *_: pytest.fail("a tokenizer is trained"))
+    before = sorted(texts.iterdir())
+    result = runner.invoke(app, ["build", str(texts / "out"), f"{texts}/*.txt", "--engine", "ray"])
+    assert isinstance(result.exception, EngineUnreachable)
     assert sorted(texts.iterdir()) == before
 
 

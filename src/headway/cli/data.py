@@ -269,7 +269,9 @@ def _elsewhere(engine: str, tokenizer_engine: str) -> RemoteEncoders | None:
 
 
 def _ray() -> RayEngine:
-    return RayEngine(engine_settings("ray").site.get("address"))
+    cluster = RayEngine(engine_settings("ray").site.get("address"))
+    cluster.probe()  # before a tokenizer is trained, which takes minutes
+    return cluster
 
 
 @app.command("show")

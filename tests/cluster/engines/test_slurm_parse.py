@@ -157,6 +157,12 @@ def test_requests_larger_than_a_partition_are_refused(asks: dict[str, int], fits
         check_room(request, machines, [partition])
 
 
+def test_refused_request_is_told_in_units_that_people_use() -> None:
+    request = LaunchRequest("x", ("true",), Path("/x"), machines=5, cpus=1, memory_bytes=600 * 2**30)
+    with pytest.raises(UsageError, match=r"5 machines with 1 CPU, 600 GiB each; .* \(the most: 64 CPUs, 503 GiB\)"):
+        check_room(request, parse_nodes(NODES), [Partition("gpu", None, default=True)])
+
+
 RAN = ScriptState(1, ("n0",))
 DONE, FAILED, SAVED = ScriptState(1, ("n0",), 0), ScriptState(1, ("n0",), 3), ScriptState(1, ("n0",), 75)
 CANCELLED = ScriptState(1, ("n0",), 75, cancelled=True)

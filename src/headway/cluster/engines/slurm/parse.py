@@ -233,10 +233,9 @@ def check_room(request: LaunchRequest, machines: Sequence[Machine], partitions: 
     ]
     if max((sum(name in machine.groups for machine in fitting) for name in names), default=0) >= request.machines:
         return
-    units = {"cpus": "CPUs", "gpus": "GPUs", "memory_bytes": "bytes of memory"}
-    asked = ", ".join(f"{amount} {units[key]}" for key, amount in amounts.items() if amount)
+    asked = ", ".join(_amount(key, amount) for key, amount in amounts.items() if amount)
     most = ", ".join(
-        f"{max((getattr(machine, key) for machine in candidates), default=0)} {units[key]}"
+        _amount(key, max((getattr(machine, key) for machine in candidates), default=0))
         for key, amount in amounts.items()
         if amount
     )
@@ -245,6 +244,10 @@ def check_room(request: LaunchRequest, machines: Sequence[Machine], partitions: 
         f"{' or '.join(sorted(names))} has {len(candidates)}, of which {len(fitting)} fit (the most: {most})",
         hint="ask for less; headway nodes --engine slurm shows what there is",
     )
+
+
+def _amount(key: str, number: int) -> str:
+    return f"{number / 2**30:.3g} GiB" if key == "memory_bytes" else plural(number, {"cpus": "CPU", "gpus": "GPU"}[key])
 
 
 def _minutes(text: str) -> int | None:
