@@ -65,7 +65,7 @@ def all_frames(content: bytes) -> list[np.ndarray]:
 
 
 def in_rgb(frame: av.VideoFrame, width: int | None = None, height: int | None = None) -> np.ndarray:
-    flags = sum(Interpolation[name] for name in ("BICUBIC", "FULL_CHR_H_INT", "ACCURATE_RND", "BITEXACT"))
+    flags = sum(Interpolation[name] for name in ("AREA", "FULL_CHR_H_INT", "ACCURATE_RND", "BITEXACT"))
     return frame.reformat(width, height, "rgb24", interpolation=flags).to_ndarray()
 
 

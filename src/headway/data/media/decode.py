@@ -34,8 +34,8 @@ MOST_PIXELS = 1 << 28
 UNREFERENCED = ("h264", "mpeg4", "mpeg2video")
 """Codecs whose frames say for sure that no other frame needs them, so that their decoder can leave them out."""
 
-SCALING = 4 | 0x2000 | 0x40000 | 0x80000
-"""How libswscale scales: bicubic, with full chroma, rounded accurately; the same bits whatever the processor has."""
+SCALING = 32 | 0x2000 | 0x40000 | 0x80000
+"""How libswscale scales: averaging areas, with full chroma, rounded accurately; the same bits on any processor."""
 
 
 class Undecodable(DamagedData):
