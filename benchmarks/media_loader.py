@@ -1,0 +1,179 @@
+"""Useful frames per CPU-second of the media reader, against PyAV reads of each sample by itself.
+
+    python benchmarks/media_loader.py [--gops N] [--folder DIR]
+
+Every clip is one group of pictures: 250 frames of 1280 x 720, H.264 as x264 makes it by default. An epoch has two
+samples of 16 frames per clip, scaled to 456 x 256 and cut to 256 x 256. Both sides decode every sample of the epoch in
+its order and must give the same bits. The baseline opens the clip, seeks, decodes with one thread up to the sample's
+last frame, and scales the sample's frames; it is what a data set of clips does in `__getitem__`. Frames are useful if a
+sample has them. CPU time is that of this process and of its decoders, their start included.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import platform
+import resource
+import tempfile
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+
+from headway.data.media import (
+    DecoderLimits,
+    MediaDataset,
+    MediaOptions,
+    MediaOrder,
+    PooledReader,
+    SampleSpec,
+    build_media,
+    in_processes,
+    media_order,
+    open_media,
+)
+from headway.data.media.decode import SCALING
+from headway.recipe import Data
+
+GOP, FRAMES, WIDTH, HEIGHT = 250, 16, 1280, 720
+ENCODED = 8
+"""Different clips; more are copies of them with other metadata, so that their bytes differ."""
+
+
+def scene(number: int) -> np.ndarray:
+    """Return a large picture with detail at every scale, which a clip pans over."""
+    generator = np.random.default_rng(number)
+    out = np.zeros((HEIGHT + 300, WIDTH + 560, 3))
+    for scale in (4, 16, 64, 256):
+        small = generator.normal(size=(out.shape[0] // scale + 2, out.shape[1] // scale + 2, 3))
+        out += np.kron(small, np.ones((scale, scale, 1)))[: out.shape[0], : out.shape[1]] * scale**0.4
+    return np.clip(128 + 14 * out, 0, 255).astype(np.uint8)
+
+
+def encode(path: Path, number: int, preset: str) -> None:
+    """Write a clip of one group of pictures: a pan, and two patches that move on their own."""
+    background, patch = scene(number), scene(number + 1000)[:200, :200]
+    options = {"g": str(GOP), "keyint_min": str(GOP), "sc_threshold": "0", "preset": preset, "crf": "23"}
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25, options=options)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        stream.time_base = Fraction(1, 25)
+        for t in range(GOP):
+            frame = background[t : t + HEIGHT, 2 * t : 2 * t + WIDTH].copy()
+            x, y = (7 * t + 90 * number) % (WIDTH - 200), (3 * t) % (HEIGHT - 200)
+            frame[y : y + 200, x : x + 200] = patch
+            frame[HEIGHT - y - 200 : HEIGHT - y, WIDTH - x - 200 : WIDTH - x] = patch[::-1]
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, "rgb24")))
+        container.mux(stream.encode())
+
+
+def copy_with_title(source: Path, path: Path, title: str) -> None:
+    """Write the same packets with another title."""
+    with av.open(str(source)) as old, av.open(str(path), "w") as new:
+        stream = new.add_stream_from_template(old.streams.video[0])
+        new.metadata["title"] = title
+        for packet in old.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                new.mux(packet)
+
+
+def make_clips(folder: Path, gops: int, preset: str) -> None:
+    """Write the files that are not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(gops):
+        path, first = folder / f"{number:04d}.mp4", folder / f"{number % ENCODED:04d}.mp4"
+        if not path.exists():
+            partial = path.with_name("partial.mp4")
+            encode(partial, number, preset) if number < ENCODED else copy_with_title(first, partial, path.stem)
+            partial.replace(path)
+
+
+def read_alone(dataset: MediaDataset, spec: SampleSpec) -> np.ndarray:
+    """The baseline."""
+    clip = dataset.clip(spec.clip)
+    out = np.empty((spec.frames, spec.size[1], spec.size[0], 3), np.uint8)
+    times = {int(clip.times[spec.start + index]): index for index in range(spec.frames)}
+    (left, top), (width, height) = spec.crop, spec.size
+    with av.open(io.BytesIO(dataset.content(clip))) as container:
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        container.seek(min(times), stream=stream)
+        for frame in container.decode(stream):
+            if frame.pts in times:
+                small = frame.reformat(*spec.resize, "rgb24", interpolation=SCALING).to_ndarray()
+                out[times.pop(frame.pts)] = small[top : top + height, left : left + width]
+                if not times:
+                    return out
+    raise AssertionError("every frame is there")
+
+
+def cpu_s() -> float:
+    """CPU time of this process and of its children that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def headway(dataset: MediaDataset, order: MediaOrder, steps: int, processes: int) -> tuple[float, float, str]:
+    """Return CPU seconds, seconds and a hash of all pixels of the pooled reader."""
+    content, before, began = hashlib.sha256(), cpu_s(), time.monotonic()
+    with PooledReader(dataset, order, processes=processes, limits=DecoderLimits(request_s=600)) as pool:
+        for step in range(steps):
+            content.update(pool.read(step * order.batch).pixels.data)
+    return cpu_s() - before, time.monotonic() - began, content.hexdigest()
+
+
+def baseline(dataset: MediaDataset, order: MediaOrder, steps: int) -> tuple[float, float, str]:
+    """Return the same of reads of each sample by itself."""
+    content, before, began = hashlib.sha256(), cpu_s(), time.monotonic()
+    for step in range(steps):
+        for spec in order.specs(order.numbers(step * order.batch)):
+            content.update(read_alone(dataset, spec).data)
+    return cpu_s() - before, time.monotonic() - began, content.hexdigest()
+
+
+def row(useful: int, cpu: float, wall: float) -> dict[str, float]:
+    """Return the figures of one side."""
+    return {"cpu_s": round(cpu, 2), "frames_per_cpu_s": round(useful / cpu, 1), "wall_s": round(wall, 1)}
+
+
+def main() -> None:
+    """Make the clips, run both sides, print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gops", type=int, default=48)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "headway-media-loader"))
+    parser.add_argument("--preset", default="medium", help="of x264; medium is its default")
+    parser.add_argument("--processes", type=int, default=2)
+    given = parser.parse_args()
+    make_clips(given.folder / f"clips-{given.preset}", given.gops, given.preset)
+    listed = [given.folder / f"clips-{given.preset}" / f"{number:04d}.mp4" for number in range(given.gops)]
+    out = given.folder / f"data-{given.preset}-{given.gops}"
+    build_media(out, listed, MediaOptions("video"), examine=in_processes(given.processes))
+    dataset = open_media(out)
+    media = {"sizes": "256x256", "frames": FRAMES, "segment": "gop", "samples": 2, "captions": "none"}
+    order = media_order(dataset.index, Data(path=str(out), kind="video", holdout=0, media=media), seed=1, batch=4)
+    steps = order.rows_per_epoch // order.batch
+    ours, ours_wall, ours_hash = headway(dataset, order, steps, given.processes)
+    theirs, theirs_wall, theirs_hash = baseline(dataset, order, steps)
+    assert ours_hash == theirs_hash, "both sides decode the same samples"
+    useful = steps * order.batch * FRAMES
+    result = {
+        "gops": given.gops,
+        "samples": steps * order.batch,
+        "useful_frames": useful,
+        "preset": given.preset,
+        "machine": platform.machine(),
+        "pyav": av.__version__,
+        "headway": row(useful, ours, ours_wall),
+        "pyav_per_clip": row(useful, theirs, theirs_wall),
+        "ratio": round(theirs / ours, 3),
+        "same_bits": True,
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
