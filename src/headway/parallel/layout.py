@@ -48,7 +48,9 @@ DIFFUSION = ModelLayout(
         "layers.*.mlp.up",
     ),
     rows=("layers.*.attention.o", "layers.*.cross.o", "layers.*.mlp.down"),
+    whole=("layers.*.attention", "layers.*.mlp"),
 )
+"""Every worker has the whole sequence. Cross-attention is no `whole`: its keys and values have another input."""
 BUILT_IN = (DECODER, DIFFUSION)
 
 
@@ -83,16 +85,18 @@ class TensorCuts:
 
     cuts: dict[str, Cut]
     whole: frozenset[str]
-    """Modules for which the stream is gathered; if there are any, it is split by sequence elsewhere."""
+    """Modules around columns that take the stream for them; it is gathered there if it is split by sequence."""
     divided: tuple[tuple[str, str], ...]
     """Modules and their attributes that count what is split."""
+    splits_sequence: bool = True
+    """Whether the stream is split by sequence outside of these."""
     key_heads: int = 0
     """Number of heads of modules split as `keys`."""
 
     @property
     def by_sequence(self) -> bool:
         """Whether the stream is split by sequence outside of modules that need it whole."""
-        return bool(self.whole)
+        return bool(self.whole) and self.splits_sequence
 
     def is_cut(self, parameter: str) -> bool:
         """Whether the layout says how to split a parameter, by its name."""
@@ -122,7 +126,8 @@ def cuts_of(model: nn.Module, layout: ModelLayout, size: int) -> TensorCuts:
         cuts |= {name: "features" for name, module in modules.items() if isinstance(module, WideRMSNorm)}
     gathered = frozenset(n for pattern in layout.whole for n in _matches(model, pattern, modules, "whole"))
     heads = model.model.kv_heads if isinstance(model, Decoder) else 0
-    tensor_cuts = TensorCuts(cuts, gathered, tuple(_divided(model, layout, modules, size)), heads)
+    divided = tuple(_divided(model, layout, modules, size))
+    tensor_cuts = TensorCuts(cuts, gathered, divided, layout is not DIFFUSION, heads)
     if not {"columns", "rows"} <= {*cuts.values()}:
         linear = [f"{name}.weight" for name, module in modules.items() if isinstance(module, nn.Linear)]
         left_out = next((name for name in linear if not tensor_cuts.is_cut(name)), "its matrices")

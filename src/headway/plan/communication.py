@@ -7,7 +7,7 @@ from headway.plan.architecture import layer_kinds
 from headway.plan.collective_times import DeviceGroup, collective_seconds
 from headway.plan.costs import CostModel
 from headway.plan.estimate import Estimate
-from headway.plan.layer import HIDDEN_TENSOR, LayerTime, layer_mix, ring_hop
+from headway.plan.layer import HIDDEN_TENSOR, LayerTime, crosses, layer_mix, ring_hop
 from headway.plan.memory import local_parameters
 from headway.plan.rank_share import is_exact
 from headway.plan.settings import LOW
@@ -106,7 +106,7 @@ class _Collectives:
         """Two pairs of all-gather and reduce-scatter per pass and half an all-gather, or two all-reduces."""
         size, group = self.shape.tokens * self.arch.dim * self.shape.width, DeviceGroup(self.mesh.tensor)
         left = 0.0 if self.costs.ideal else 1 - HIDDEN_TENSOR if self.software.tensor_overlap else 1.0
-        pairs = 1 if experts else 2
+        pairs = 3 if crosses(self.arch) else 1 if experts else 2
         if not self.software.regathers:
             yield from self.gathered_once(pairs, times)
             return
@@ -145,7 +145,7 @@ class _Collectives:
 
     def ends(self) -> Iterator[CommCost]:
         """Vocabulary-parallel embedding, head and loss."""
-        if self.mesh.tensor == 1 or not self.exact:
+        if self.mesh.tensor == 1 or not self.exact or self.arch.diffusion is not None:
             return
         yield from self.recomputed()
         times, group = self.settings.microbatches / self.mesh.pipeline, DeviceGroup(self.mesh.tensor)

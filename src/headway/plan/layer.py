@@ -206,7 +206,8 @@ def _communication(
 def _tensor(
     arch: Architecture, experts: bool, settings: Settings, costs: CostModel, weight_grad_s: float
 ) -> tuple[float, float, float]:
-    """Two pairs of all-gather and reduce-scatter per pass, or two all-reduces; with experts, which are not split, one.
+    """Two pairs of all-gather and reduce-scatter per pass, or two all-reduces; with experts, which are not split, one;
+    with cross-attention, three.
 
     The backward pass gathers the input again for the weight gradient unless it was kept; the input gradient hides half
     of that. Some programs overlap the reduction of the input gradient with the weight gradient. Recomputation repeats
@@ -215,7 +216,7 @@ def _tensor(
     software, group = settings.software, DeviceGroup(settings.mesh.tensor)
     leaving = settings.shape.tokens * arch.dim * settings.shape.width
     entering = settings.shape.tokens * arch.dim * settings.stream_width
-    pairs = 1 if experts else 2
+    pairs = 3 if crosses(arch) else 1 if experts else 2
     if costs.ideal:
         return 0.0, 0.0, 0.0
     if not software.regathers:
@@ -239,6 +240,11 @@ def _tensor(
     if software.weight_overlap:
         hideable = max(NEVER_HIDDEN * hideable, hideable - costs.parameters.hidden * weight_grad_s)
     return forward, exposed + hideable, again
+
+
+def crosses(arch: Architecture) -> bool:
+    """Whether layers have cross-attention, a third part that the tensor axis splits."""
+    return arch.diffusion is not None and arch.diffusion.text_tokens > 0
 
 
 def _ring(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:

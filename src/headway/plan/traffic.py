@@ -7,7 +7,7 @@ step are left out: losses, the gradient norm, stop requests.
 from collections import defaultdict
 from collections.abc import Iterator
 
-from headway.plan.architecture import Architecture
+from headway.plan.architecture import Architecture, DiffusionShape
 from headway.plan.rank_share import (
     block_parameters,
     is_exact,
@@ -44,6 +44,9 @@ def _tensor(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple
     entering = tokens * arch.dim * settings.stream_width * runs
     leaving = tokens * arch.dim * settings.shape.width * runs
     blocks = worker_blocks(arch, settings, rank)
+    if arch.diffusion is not None:
+        yield ("all_reduce", "tensor"), _diffusion(arch, arch.diffusion, settings) * blocks
+        return
     # recomputation repeats both gathers and attention's reduction, but not the feed-forward's
     recomputed = _recomputed(settings, blocks)
     yield ("all_gather", "tensor"), 2 * blocks * (entering + leaving) + 2 * recomputed * entering
@@ -58,6 +61,14 @@ def _tensor(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple
     yield ("all_reduce", "tensor"), summed_bytes(arch, settings, rank)
 
 
+def _diffusion(arch: Architecture, shape: DiffusionShape, settings: Settings) -> float:
+    """All-reduces of a layer: outputs forward and inputs backward, of two or three parts, and of text and image."""
+    passes = 2 + (settings.recompute != "none")
+    stream = settings.shape.tokens * arch.dim * (3 if shape.text_tokens else 2)
+    others = settings.shape.sequences * (shape.text_tokens + shape.image_tokens) * arch.dim * 2
+    return settings.shape.width * settings.microbatches * (passes * stream + others)
+
+
 def _recomputed(settings: Settings, blocks: int) -> int:
     if settings.recompute == "none":
         return 0
@@ -67,7 +78,7 @@ def _recomputed(settings: Settings, blocks: int) -> int:
 def summed_bytes(arch: Architecture, settings: Settings, rank: int) -> float:
     """Gradients of replicated parameters, reduced over the tensor axis once per step after sharding."""
     mesh = settings.mesh
-    if mesh.tensor == 1:
+    if mesh.tensor == 1 or arch.diffusion is not None:
         return 0.0
     count = worker_blocks(arch, settings, rank) * summed_parameters(arch, mesh.tensor)
     if rank == mesh.pipeline - 1:

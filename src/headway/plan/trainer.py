@@ -19,6 +19,7 @@ from headway.plan.optimizer import optimizer_footprint
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.task import schedule_conflict
 from headway.recipe import Parallel, Recipe
+from headway.recipe.families.diffusion import DiffusionModel
 
 LOOP_S = 0.012
 """Host seconds per step beside the layers, measured on an H200 host."""
@@ -72,6 +73,8 @@ def trainer_software(recipe: Recipe, chip: Chip) -> Software:
         older=older,
         offloads=train.offload_optimizer,
     )
+    if isinstance(recipe.model, DiffusionModel):  # every worker of a tensor axis has the whole sequence
+        software = replace(software, sequence_parallel=False, regathers=True)
     return replace(
         software,
         updates_in_backward=train.update_in_backward,

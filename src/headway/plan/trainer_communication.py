@@ -34,7 +34,7 @@ def end_comm_seconds(
     arch: Architecture, settings: Settings, costs: CostModel
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Seconds of tensor-axis collectives per microbatch, forward and backward: at the embedding; at head and loss."""
-    if settings.mesh.tensor == 1 or costs.ideal or not is_exact(arch, settings):
+    if settings.mesh.tensor == 1 or costs.ideal or not is_exact(arch, settings) or arch.diffusion is not None:
         return (0.0, 0.0), (0.0, 0.0)
     group, tokens = DeviceGroup(settings.mesh.tensor), settings.shape.tokens
     stream = tokens * arch.dim * settings.stream_width
