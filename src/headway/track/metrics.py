@@ -86,7 +86,7 @@ def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str,
         steps, values = keep_latest(parts)
         if steps.size:
             series[key] = (steps, values)
-    return series | beside_steps(run, keys)
+    return beside_steps(run, keys) | series
 
 
 def beside_steps(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str, Series]:

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,30 @@ def test_folders_that_cannot_be_written_or_vanish(tmp_path, monkeypatch):
     views = read_series([run, gone], "loss", store=store)
     assert [len(view.steps) for view in views] == [2, 0]
     assert metric_keys(gone, store=store) == []
+
+
+def test_two_writers_and_a_reader_that_deletes_agree(tmp_path):
+    """Threads with a store each compact the same record in small segments, while one removes what they wrote."""
+    run = plain_run(tmp_path, [float(step % 7) for step in range(400)])
+    expected, found, trouble = read_metrics(run, ["loss"])["loss"][1].tolist(), [], []
+
+    def work(deletes: bool) -> None:
+        try:
+            for _ in range(5):
+                store = MetricStore(segment_bytes=9000, smallest_bytes=1)
+                found.append(read_series([run], "loss", store=store)[0].mean.tolist())
+                for path in run.events.glob("*.parquet") if deletes else ():
+                    path.unlink(missing_ok=True)
+        except BaseException as error:
+            trouble.append(error)
+
+    threads = [threading.Thread(target=work, args=(deletes,)) for deletes in (False, False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not trouble
+    assert all(values == expected for values in found)
 
 
 def _refuse(path: Path) -> None:

@@ -105,7 +105,7 @@ def metric_statistics(runs: Sequence[RunFolder], *, store: MetricStore | None = 
                 loaded = _load(store, [own], -_LAST, _LAST, None) or _load(store, [own], -_LAST, _LAST, None)
                 buckets = loaded[0][0] if loaded else _none()
                 table[key] = statistics(buckets.steps, buckets.mean)
-        tables.append(table | {key: statistics(*series) for key, series in beside_steps(run).items()})
+        tables.append({key: statistics(*series) for key, series in beside_steps(run).items()} | table)
     return tables
 
 
