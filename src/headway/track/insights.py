@@ -67,12 +67,12 @@ def find_insights(
     """Return what stands out in a run's records, the most urgent first."""
     steps = history(records)
     divergence = find_divergence((event["step"], _number(event.get("loss"))) for event in steps)
-    found = [] if divergence is None else [Insight("divergence", divergence.text, divergence.step, vars(divergence))]
-    found += _spikes(steps)
-    found += _below_plan(steps, plan)
-    found += _below_previous(steps, previous)
-    found += _stragglers(records)
-    return found + _unused_memory(plan)
+    insights = [] if divergence is None else [Insight("divergence", divergence.text, divergence.step, vars(divergence))]
+    insights += _spikes(steps)
+    insights += _below_plan(steps, plan)
+    insights += _below_previous(steps, previous)
+    insights += _stragglers(records)
+    return insights + _unused_memory(plan)
 
 
 def _spikes(steps: Sequence[Event]) -> list[Insight]:

@@ -138,7 +138,8 @@ def test_labels_survive_damage_and_refuse_what_cannot_be_a_tag(tmp_path):
     write_labels(run, change_note(change_tags(Labels(), ["b", "a"]), " fine "))
     assert read_labels(run) == Labels(("a", "b"), "fine")
     assert change_tags(read_labels(run), remove=["a", "c"]).tags == ("b",)
-    for wrong in ("a b", "", "x" * 41, "a,b"):
+    assert change_note(Labels(), "a\x1b[2Jb\n").note == "a [2Jb"
+    for wrong in ("a b", "", "x" * 41, "a,b", "a\x1b"):
         with pytest.raises(UsageError, match="invalid tag"):
             change_tags(Labels(), [wrong])
     with pytest.raises(UsageError, match="2,001 characters"):

@@ -78,7 +78,7 @@ def read_rows(
         rows = dict[str, _Stored | None]()
         for each in listed:
             now = known.get(each.run.name)
-            rows[each.run.name] = now if now is not None and now.stamp == each.stamp else _made(each, now)
+            rows[each.run.name] = now if now is not None and now.stamp == each.stamp else _read_folder(each, now)
         if metrics:
             _add_statistics(listed, rows, stored, root, progress)
         changed = {name: row for name, row in rows.items() if row is not None and row is not known.get(name)}
@@ -90,15 +90,15 @@ def read_rows(
 def read_row(run: RunFolder, *, metrics: bool = False) -> RunRow:
     """Return a run's row, with the statistics of its metrics if they are asked for; past the index."""
     each = _list_folder(run.path)
-    made = None if each is None else _made(each, None)
-    row = None if each is None or made is None else _to_row(each, made, False)
+    stored = None if each is None else _read_folder(each, None)
+    row = None if each is None or stored is None else _to_row(each, stored, False)
     if row is None:
         summary = summarize(run)  # says what is wrong
         return RunRow(run, summary, read_labels(run), summary.started or 0.0, summary.started or 0.0)
     return replace(row, metrics=metric_statistics([run])[0]) if metrics else row
 
 
-def _made(each: _Listed, before: _Stored | None) -> _Stored | None:
+def _read_folder(each: _Listed, before: _Stored | None) -> _Stored | None:
     """Read what a row has from a run's folder; None if that cannot be read."""
     try:
         summary = summarize(each.run, locked=False)
@@ -128,8 +128,8 @@ def _add_statistics(
     for at in range(0, len(stale), AT_A_TIME):
         progress(at, len(stale))
         batch = stale[at : at + AT_A_TIME]
-        found = _statistics_of(batch, store)
-        for each, table in zip(batch, found, strict=True):
+        tables = _statistics_of(batch, store)
+        for each, table in zip(batch, tables, strict=True):
             row = rows[each.run.name]
             assert row is not None, "it is one of those that are not known"
             stats = {key: list(asdict(stats).values()) for key, stats in table.items()}
@@ -212,8 +212,8 @@ class _Index:
             return {}
         try:
             query = "SELECT name, stamp, row, stats_stamp, stats FROM runs WHERE root = ?"
-            found = self._connection.execute(query, (root,)).fetchall()
-            return {name: _Stored(a, from_json(b), c, from_json(d)) for name, a, b, c, d in found}
+            rows = self._connection.execute(query, (root,)).fetchall()
+            return {name: _Stored(a, from_json(b), c, from_json(d)) for name, a, b, c, d in rows}
         except (sqlite3.Error, ValueError):
             self.close()
             self._connection = self._open(afresh=True)

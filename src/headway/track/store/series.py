@@ -105,7 +105,7 @@ def metric_statistics(runs: Sequence[RunFolder], *, store: MetricStore | None = 
                 loaded = _load(store, [own], -_LAST, _LAST, None) or _load(store, [own], -_LAST, _LAST, None)
                 buckets = loaded[0][0] if loaded else _none()
                 table[key] = statistics(buckets.steps, buckets.mean)
-        tables.append(table | {key: statistics(*series) for key, series in beside_steps(run).items()})
+        tables.append({key: statistics(*series) for key, series in beside_steps(run).items()} | table)
     return tables
 
 
@@ -127,10 +127,10 @@ def _pieces(run: RunFolder, parts: Sequence[SegmentPart], key: str) -> list[_Pie
     factors = _mfu_factors(run, parts) if key == "mfu" else {}
     pieces = []
     for part in parts:
-        found, limit = part.keys.get(source), kept.get(part.attempt, _LAST)
+        extent, limit = part.keys.get(source), kept.get(part.attempt, _LAST)
         scale = factors.get(part.attempt, math.nan) if key == "mfu" else 1.0
-        if found is not None and found.first <= limit and math.isfinite(scale):
-            pieces.append(_Piece(part, source, found, limit, scale))
+        if extent is not None and extent.first <= limit and math.isfinite(scale):
+            pieces.append(_Piece(part, source, extent, limit, scale))
     return pieces
 
 
@@ -193,12 +193,12 @@ def _load(
     """Return each run's buckets between two steps, and how wide they are; None if some files were damaged."""
     plans = [_plan(pieces, first, last, points) for pieces in runs]
     wanted = [(piece, level) for plan, _ in plans for piece, level in plan]
-    found = _read(store, wanted, first, last)
-    if found is None:
+    loaded = _read(store, wanted, first, last)
+    if loaded is None:
         return None
     results, at = list[tuple[Buckets, int]](), 0
     for (plan, width), pieces in zip(plans, runs, strict=True):
-        parts, at = found[at : at + len(plan)], at + len(plan)
+        parts, at = loaded[at : at + len(plan)], at + len(plan)
         if not _follow(pieces):
             results.append((single_steps(*keep_latest([(part.steps, part.mean) for part in parts])), 1))
         else:
@@ -241,12 +241,12 @@ def _read(store: MetricStore, wanted: Sequence[tuple[_Piece, int]], first: int, 
     for (column, level), indices in groups.items():
         paths = [_file(wanted[index][0], level) for index in indices]
         try:
-            found = _query(store, paths, column, level)
+            loaded = _query(store, paths, column, level)
         except duckdb.Error:
             bad = [path for path in paths if not _is_readable(store, path, column, level)]
             damaged += bad or paths
             continue
-        for index, path, buckets in zip(indices, paths, found, strict=True):
+        for index, path, buckets in zip(indices, paths, loaded, strict=True):
             piece = wanted[index][0]
             if not _is_as_written(piece.range, buckets, level):
                 damaged.append(path)
