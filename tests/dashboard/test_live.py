@@ -8,7 +8,7 @@ from threading import Event
 from written_runs import falling, lines, step, write_run
 
 from headway.dashboard.live import changes, look
-from headway.dashboard.recorded import Recorded
+from headway.dashboard.recorded import RecordedRuns
 
 
 def test_page_hears_of_changes_until_the_server_stops(runs: Path, monkeypatch) -> None:
@@ -18,7 +18,7 @@ def test_page_hears_of_changes_until_the_server_stops(runs: Path, monkeypatch) -
 
     async def follow() -> list[str]:
         heard = []
-        async for message in changes(Recorded(runs), None, stopping):
+        async for message in changes(RecordedRuns(runs), None, stopping):
             heard.append(message)
             if len(heard) == 1:
                 with (folder / "events" / "0001-rank-0.jsonl").open("a") as file:
@@ -38,7 +38,7 @@ def test_page_hears_of_changes_until_the_server_stops(runs: Path, monkeypatch) -
 def test_looking_opens_no_event_file(runs: Path, monkeypatch) -> None:
     """What a page costs a run does not grow with what it recorded."""
     write_run(runs, "a", falling(3))
-    recorded = Recorded(runs)
+    recorded = RecordedRuns(runs)
     monkeypatch.setattr(Path, "open", lambda *_: (_ for _ in ()).throw(AssertionError("a file was read")))
     monkeypatch.setattr(Path, "read_bytes", lambda *_: (_ for _ in ()).throw(AssertionError("a file was read")))
     assert look(recorded, None).keys() == look(recorded, "a").keys() == {"a"}

@@ -18,7 +18,7 @@ from headway.dashboard.comparison import comparison
 from headway.dashboard.datasets import dataset_list, dataset_samples
 from headway.dashboard.guard import Guard
 from headway.dashboard.live import changes
-from headway.dashboard.recorded import Recorded
+from headway.dashboard.recorded import RecordedRuns
 from headway.dashboard.series import overlay, rounded
 from headway.errors import HeadwayError, RunError, UsageError
 
@@ -49,7 +49,7 @@ def make_app(root: Path, token: str, *, data: Path | None = None, host: str = "1
     app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http)  # type: ignore[arg-type]
     app.state.stopping = StopEvent()
-    recorded = Recorded(root)
+    recorded = RecordedRuns(root)
     _add_runs(app, recorded)
     _add_files(app, recorded)
     _add_others(app, recorded, data or Path("data"))
@@ -57,7 +57,7 @@ def make_app(root: Path, token: str, *, data: Path | None = None, host: str = "1
     return app
 
 
-def _add_runs(app: FastAPI, recorded: Recorded) -> None:
+def _add_runs(app: FastAPI, recorded: RecordedRuns) -> None:
     """Add what the lists of runs, plots and comparisons show."""
 
     @app.get("/api/runs")
@@ -104,7 +104,7 @@ def _add_runs(app: FastAPI, recorded: Recorded) -> None:
 
 
 def series_document(
-    recorded: Recorded, names: list[str], keys: list[str], buckets: int, first: int | None, last: int | None
+    recorded: RecordedRuns, names: list[str], keys: list[str], buckets: int, first: int | None, last: int | None
 ) -> dict[str, Any]:
     """Return plots by metric; a run that is gone or lacks the metric is left out of them."""
     if first is not None and last is not None:  # a little more, so that lines go to the edges
@@ -121,7 +121,7 @@ def series_document(
     return plots
 
 
-def _add_files(app: FastAPI, recorded: Recorded) -> None:
+def _add_files(app: FastAPI, recorded: RecordedRuns) -> None:
     """Add logs, stacks, samples and rollouts: files in a run's folder."""
 
     @app.get("/api/logs")
@@ -163,7 +163,7 @@ def _add_files(app: FastAPI, recorded: Recorded) -> None:
         return _Json(rollouts.batch_list(folder) if step is None else rollouts.batch_page(folder, step, first))
 
 
-def _add_others(app: FastAPI, recorded: Recorded, data: Path) -> None:
+def _add_others(app: FastAPI, recorded: RecordedRuns, data: Path) -> None:
     """Add datasets and models."""
 
     @app.get("/api/datasets")

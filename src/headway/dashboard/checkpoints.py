@@ -4,13 +4,13 @@ from functools import partial
 from typing import Any
 
 from headway.dashboard.cached import files_signature
-from headway.dashboard.recorded import Recorded, read_json
+from headway.dashboard.recorded import RecordedRuns, read_json
 from headway.dashboard.run_page import parent_of
 from headway.state import list_checkpoints
 from headway.track import RunFolder, latest_evaluations, list_runs
 
 
-def model_list(recorded: Recorded) -> list[dict[str, Any]]:
+def model_list(recorded: RecordedRuns) -> list[dict[str, Any]]:
     """Return the runs that have checkpoints, with these and what each is for."""
     rows = []
     for run in list_runs(recorded.root):

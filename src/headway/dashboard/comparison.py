@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from headway.dashboard.recorded import Recorded
+from headway.dashboard.recorded import RecordedRuns
 from headway.track import read_run
 from headway.track.differences import RunConditions, read_conditions
 from headway.track.store.comparison import ManyComparison, compare_many
 
 
-def comparison(recorded: Recorded, names: Sequence[str]) -> dict[str, Any]:
+def comparison(recorded: RecordedRuns, names: Sequence[str]) -> dict[str, Any]:
     """Return the rows of runs, and what is not the same in all of them, with each run's value."""
     runs = {name: recorded.find(name) for name in names}
     differences = compare_many([_conditions(recorded, name) for name in names])
@@ -26,7 +26,7 @@ def comparison(recorded: Recorded, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _conditions(recorded: Recorded, name: str) -> RunConditions:
+def _conditions(recorded: RecordedRuns, name: str) -> RunConditions:
     """Read what a run's numbers depend on, without its steps."""
     run = recorded.find(name)
     return recorded.unless_changed(run, "conditions", lambda: read_conditions(run, read_run(run, process="agent")))

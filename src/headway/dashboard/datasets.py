@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headway.dashboard.recorded import Recorded, read_json
+from headway.dashboard.recorded import RecordedRuns, read_json
 from headway.data import open_dataset
 from headway.data.chat_samples import ROLES
 from headway.data.manifest import MANIFEST, DatasetManifest, read_manifest
@@ -19,7 +19,7 @@ TOKENS = 512
 """Of a sample, at most."""
 
 
-def dataset_list(recorded: Recorded, data: Path) -> list[dict[str, Any]]:
+def dataset_list(recorded: RecordedRuns, data: Path) -> list[dict[str, Any]]:
     """Return the datasets of a folder and those that recorded runs name, each with its runs."""
     rows = []
     for key, (folder, runs) in _folders(recorded, data).items():
@@ -31,7 +31,7 @@ def dataset_list(recorded: Recorded, data: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (-len(row["runs"]), row["path"]))
 
 
-def dataset_samples(recorded: Recorded, data: Path, key: str, first: int) -> dict[str, Any]:
+def dataset_samples(recorded: RecordedRuns, data: Path, key: str, first: int) -> dict[str, Any]:
     """Return some documents of a dataset, cut into pieces that the loss counts or not."""
     folders = _folders(recorded, data)
     if key not in folders:
@@ -47,7 +47,7 @@ def dataset_samples(recorded: Recorded, data: Path, key: str, first: int) -> dic
     }
 
 
-def _folders(recorded: Recorded, data: Path) -> dict[str, tuple[Path, set[str]]]:
+def _folders(recorded: RecordedRuns, data: Path) -> dict[str, tuple[Path, set[str]]]:
     """Return the known datasets by a name for addresses, so that no client names a path."""
     folders: dict[str, tuple[Path, set[str]]] = {}
     here = [path.parent for path in sorted(data.glob(f"*/{MANIFEST}"))] if data.is_dir() else []

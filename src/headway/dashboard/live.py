@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from headway.dashboard.cached import signature_of
-from headway.dashboard.recorded import Recorded
+from headway.dashboard.recorded import RecordedRuns
 from headway.errors import HeadwayError
 
 POLL_S = 1.0
@@ -21,7 +21,7 @@ SHARE = 0.05
 KEEPALIVE_S = 15.0
 
 
-async def changes(recorded: Recorded, name: str | None, stopping: StopEvent) -> AsyncIterator[str]:
+async def changes(recorded: RecordedRuns, name: str | None, stopping: StopEvent) -> AsyncIterator[str]:
     """Yield a message when a run has changed (all runs, without a name), until the server stops."""
     known = await asyncio.to_thread(look, recorded, name)
     yield message("hello", {})
@@ -40,7 +40,7 @@ async def changes(recorded: Recorded, name: str | None, stopping: StopEvent) -> 
         await pause(max(POLL_S, cost / SHARE), stopping.is_set)
 
 
-def look(recorded: Recorded, name: str | None) -> dict[str, Any]:
+def look(recorded: RecordedRuns, name: str | None) -> dict[str, Any]:
     """Return what changes when a run does, by its name; a run that is gone has none."""
     if name is None:
         return {key: signature_of(run) for run, key in recorded.folders()}

@@ -36,7 +36,7 @@ _PATTERN = re.compile(r"[A-Za-z0-9._*?-]+")
 _DETAILS = ("loss", "grad_norm", "lr", "reward")
 
 
-class Recorded:
+class RecordedRuns:
     """The runs of one folder."""
 
     def __init__(self, root: Path) -> None:

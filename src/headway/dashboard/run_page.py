@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.dashboard.cached import files_signature, signature_of
-from headway.dashboard.recorded import Recorded, read_json, unreadable_lines
+from headway.dashboard.recorded import RecordedRuns, read_json, unreadable_lines
 from headway.errors import HeadwayError, RunError
 from headway.recipe.load import leaves
 from headway.track import (
@@ -34,7 +34,7 @@ _MARKS = 400
 """Places of the clock that are sent, to draw incidents and an axis of hours."""
 
 
-def overview(recorded: Recorded, run: RunFolder, name: str) -> dict[str, Any]:
+def overview(recorded: RecordedRuns, run: RunFolder, name: str) -> dict[str, Any]:
     """Return what the top of the page shows, and what else there is."""
     recipe = read_json(run.recipe_file)
     rollouts = run.path / "rollouts"
@@ -49,7 +49,7 @@ def overview(recorded: Recorded, run: RunFolder, name: str) -> dict[str, Any]:
     }
 
 
-def parent_of(recipe: Mapping[str, Any], recorded: Recorded) -> dict[str, Any] | None:
+def parent_of(recipe: Mapping[str, Any], recorded: RecordedRuns) -> dict[str, Any] | None:
     """Return the run and the step that a run was started from; None for a run from scratch."""
     model = recipe.get("model")
     init = model.get("init") if isinstance(model, dict) else None
@@ -67,12 +67,12 @@ def parent_of(recipe: Mapping[str, Any], recorded: Recorded) -> dict[str, Any] |
 # -- plan and ledger
 
 
-def ledger_document(recorded: Recorded, run: RunFolder) -> dict[str, Any]:
+def ledger_document(recorded: RecordedRuns, run: RunFolder) -> dict[str, Any]:
     """Return where a run's device-seconds went, beside the plan, and what happened to it when."""
     return recorded.cache.get((run.path, "ledger"), signature_of(run), lambda: _ledger(recorded, run))
 
 
-def _ledger(recorded: Recorded, run: RunFolder) -> dict[str, Any]:
+def _ledger(recorded: RecordedRuns, run: RunFolder) -> dict[str, Any]:
     ledger, records = recorded.ledger(run)
     plan = read_plan(run)
     check = check_plan(plan, records)
@@ -177,7 +177,7 @@ def _thinned(clocks: Mapping[int, Clock]) -> dict[str, list[float]]:
 # -- recipe
 
 
-def recipe_document(recorded: Recorded, run: RunFolder) -> dict[str, Any]:
+def recipe_document(recorded: RecordedRuns, run: RunFolder) -> dict[str, Any]:
     """Return a run's settings, with those that its parent had otherwise."""
     recipe = read_json(run.recipe_file)
     if not recipe:
