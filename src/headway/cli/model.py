@@ -232,11 +232,11 @@ def _of_recipe(what: str, file: Path, runs: Path | None, settings: list[str]) ->
     if isinstance(model, DiffusionModel):
         recipe = with_sample_tokens(recipe.model_copy(update={"model": model}))
     elif model.class_ is None and model.vocab_size is None:
-        model, notes = _with_vocabulary(model, Path(next(iter(recipe.data.parts.values())).path))
+        model, notes = with_vocabulary(model, Path(next(iter(recipe.data.parts.values())).path))
     return _trained(what, "recipe", recipe, model, notes=notes)
 
 
-def _with_vocabulary(model: Model, data: Path) -> tuple[Model, tuple[str, ...]]:
+def with_vocabulary(model: Model, data: Path) -> tuple[Model, tuple[str, ...]]:
     """Return the model with the vocabulary of its dataset; with a default and a note if that is not built."""
     notes = tuple[str, ...]()
     try:

@@ -3,6 +3,7 @@
 Pure arithmetic. Only what other packages need at every start is imported here.
 """
 
+from headway.callable_package import make_callable
 from headway.plan.flops import flops_per_token, flops_per_token_full_attention, matmul_parameters, parameters
 
 __all__ = [
@@ -11,3 +12,5 @@ __all__ = [
     "matmul_parameters",
     "parameters",
 ]
+
+make_callable(__name__)
