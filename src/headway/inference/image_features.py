@@ -86,8 +86,8 @@ def _loaded(config: Mapping[str, Any], folder: Path) -> ClipImageEncoder:
         raise ModelError(f"{folder / 'config.json'} lacks {error.args[0]}") from None
     weights = {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
     for name, parameter in encoder.named_parameters():
-        stored = f"vision_model.{_stored_name(name)}"
-        tensor = weights.get(stored)
+        stored = _stored_name(name)
+        tensor = weights.get(f"vision_model.{stored}", weights.get(stored))
         if tensor is None or tensor.shape != parameter.shape:
             what = "lacks" if tensor is None else f"has shape {tuple(tensor.shape)} for"
             raise ModelError(f"{folder} {what} {stored}", hint="name the folder of a CLIP model")

@@ -16,7 +16,6 @@ from headway.recipe.diffusion import DiffusionObjective
 from headway.recipe.families.diffusion import DiffusionModel
 from headway.train.build import Parts
 
-
 MOST_COLUMNS = 20
 
 
