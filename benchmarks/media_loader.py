@@ -3,10 +3,11 @@
     python benchmarks/media_loader.py [--gops N] [--folder DIR]
 
 Every clip is one group of pictures: 250 frames of 1280 x 720, H.264 as x264 makes it by default. An epoch has two
-samples of 16 frames per clip, scaled to 456 x 256 and cut to 256 x 256. Both sides decode every sample of the epoch in
-its order and must give the same bits. The baseline opens the clip, seeks, decodes with one thread up to the sample's
-last frame, and scales the sample's frames; it is what a data set of clips does in `__getitem__`. Frames are useful if a
-sample has them. CPU time is that of this process and of its decoders, their start included.
+samples of 16 frames per clip, one after the other (`--placement spread`: anywhere), scaled to 455 x 256 and cut to
+256 x 256. Both sides decode every sample of the epoch in its order and must give the same bits. The baseline opens the
+clip, seeks, decodes with one thread up to the sample's last frame, and scales the sample's frames; it is what a data
+set of clips does in `__getitem__`. Frames are useful if a sample has them. CPU time is that of this process and of its
+decoders, their start included.
 """
 
 import argparse
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--gops", type=int, default=48)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "headway-media-loader"))
     parser.add_argument("--preset", default="medium", help="of x264; medium is its default")
+    parser.add_argument("--placement", default="adjacent", choices=("adjacent", "spread"), help="data.media.placement")
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
     make_clips(given.folder / f"clips-{given.preset}", given.gops, given.preset)
@@ -154,6 +156,7 @@ def main() -> None:
     build_media(out, listed, MediaOptions("video"), examine=in_processes(given.processes))
     dataset = open_media(out)
     media = {"sizes": "256x256", "frames": FRAMES, "segment": "gop", "samples": 2, "captions": "none"}
+    media["placement"] = given.placement
     order = media_order(dataset.index, Data(path=str(out), kind="video", holdout=0, media=media), seed=1, batch=4)
     steps = order.rows_per_epoch // order.batch
     ours, ours_wall, ours_hash = headway(dataset, order, steps, given.processes)
@@ -165,6 +168,7 @@ def main() -> None:
         "samples": steps * order.batch,
         "useful_frames": useful,
         "preset": given.preset,
+        "placement": given.placement,
         "machine": platform.machine(),
         "pyav": av.__version__,
         "headway": row(useful, ours, ours_wall),

@@ -17,6 +17,7 @@ from headway.cli.chat_view import chat_sample, packing_line, print_chat_sample, 
 from headway.cli.data_mix import print_mix
 from headway.cli.media_view import (
     build_facts,
+    kind_of,
     local_sources,
     media_facts,
     print_built,
@@ -158,8 +159,10 @@ def build_command(
         )
         _build_media(out, sources, media, engine=engine, processes=threads, force=force, as_json=as_json)
         return
-    if captions:
-        raise UsageError("--captions is for images and video", hint="add --kind image or --kind video")
+    medium = kind_of(sources)
+    if captions or medium is not None:
+        what = "--captions is for images and video" if captions else f"{sources[0]} names no text"
+        raise UsageError(what, hint=f"add --kind {medium or 'image or --kind video'}")
     if threads is not None:
         limit_threads(threads)
     reading = ReadOptions(format=format, text_field=text_field, prompt_field=prompt_field, errors=errors)
@@ -288,7 +291,7 @@ def show_command(
         _show_media(path, samples, sheet, as_json)
         return
     if sheet is not None:
-        raise UsageError("--sheet is for images and video", hint="leave it out")
+        read_media_manifest(path)  # raises: it holds text, or nothing
     dataset = open_dataset(path)
     if chat is not None and dataset.kind == "prompts":
         prompt = prompt_facts(dataset, chat)

@@ -25,6 +25,14 @@ FETCHES = 8
 """Objects that are read from a store at a time."""
 
 
+def kind_of(sources: Sequence[str]) -> Kind | None:
+    """Return what sources are if the ends of their names leave no doubt; `.ts` may be TypeScript."""
+    for kind, suffixes in SUFFIXES.items():
+        if all(source.lower().endswith(suffixes) and not source.endswith(".ts") for source in sources):
+            return kind
+    return None
+
+
 @contextmanager
 def local_sources(sources: Sequence[str], kind: Kind, out: Path) -> Iterator[list[str]]:
     """Yield sources with object stores replaced by folders beside `out` that their files were copied to.

@@ -143,6 +143,20 @@ def test_samples_spread_over_their_segment() -> None:
     assert all(sorted(tenths) == list(range(10)) for tenths in starts.values())
 
 
+def test_adjacent_samples_follow_each_other() -> None:
+    index = index_of([(16, 16, 100)] * 10)
+    starts: dict[int, list[int]] = {}
+    order = order_of(index, batch=1, samples=3, placement="adjacent", stride=2)
+    for number in range(30):
+        spec = order.spec(number)
+        starts.setdefault(spec.clip, []).append(spec.start)
+    assert len({min(places) for places in starts.values()}) > 5
+    for places in starts.values():
+        assert np.diff(sorted(places)).tolist() == [7, 7]
+    short = order_of(index_of([(16, 16, 12)] * 3), batch=1, samples=4, placement="adjacent")
+    assert all(0 <= short.spec(number).start <= 8 for number in range(12))
+
+
 def test_held_out_clips_share_no_source_with_training() -> None:
     index = index_of([(32, 32, 20)] * 60, sources=[number // 3 for number in range(60)])
     order = order_of(index, holdout=0.2)

@@ -34,8 +34,8 @@ MOST_PIXELS = 1 << 28
 UNREFERENCED = ("h264", "mpeg4", "mpeg2video")
 """Codecs whose frames say for sure that no other frame needs them, so that their decoder can leave them out."""
 
-SCALING = 4 | 0x2000 | 0x40000 | 0x80000
-"""How libswscale scales: bicubic, with full chroma, rounded accurately; the same bits whatever the processor has."""
+SCALING = 32 | 0x2000 | 0x40000 | 0x80000
+"""How libswscale scales: averaging areas, with full chroma, rounded accurately; the same bits on any processor."""
 
 
 class Undecodable(DamagedData):
@@ -121,6 +121,8 @@ def open_video(content: memoryview | bytes) -> "Iterator[tuple[InputContainer, V
     options = {"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"}
     try:
         container: InputContainer = av.open(io.BytesIO(content), options=options, metadata_errors="replace")
+    except av.error.InvalidDataError:
+        raise Undecodable("it is damaged, or of an unknown format") from None
     except (av.FFmpegError, ValueError, OSError) as error:
         raise Undecodable(reason_of(error)) from None
     with container:

@@ -151,14 +151,26 @@ class MediaOrder:
         split = Split(count, 0, f"{self.index.version}/media/{which}", by_number=True)
         segment = int(order_at(split, self.seed, turn, np.zeros(1, dtype=np.int64))[0])
         clip, first, end = (int(column[segment]) for column in bucket.segments)
-        starts = end - first - span(bucket.shape.frames, self.media.stride) + 1
-        low, high = part * starts // self.media.samples, (part + 1) * starts // self.media.samples
-        place, left, top, side, caption = _random_words(self.index.version, self.seed, number)
-        start = first + low + place % max(high - low, 1)
+        place, left, top, side, caption = _random_words(self.index.version, self.seed, "sample", number)
+        length = span(bucket.shape.frames, self.media.stride)
+        together = _random_words(self.index.version, self.seed, which, turn)[0]
+        start = first + self._start(end - first - length + 1, length, part, place, together)
         random = (left, top) if self.media.crop == "random" else None
         flip = self.media.flip and side % 2 == 1
         chosen = caption if self.media.captions == "random" else 0
         return self._cut(number, clip, start, which, random, flip, chosen)._replace(segment=first)
+
+    def _start(self, starts: int, length: int, part: int, place: int, together: int) -> int:
+        """Return where sample `part` of a segment with so many possible starts begins.
+
+        `place` is a random number of the sample, `together` one of all samples of the segment in this epoch.
+        """
+        samples = self.media.samples
+        needed = (samples - 1) * length
+        if self.media.placement == "adjacent" and needed < starts:
+            return together % (starts - needed) + part * length
+        low, high = part * starts // samples, (part + 1) * starts // samples
+        return low + place % max(high - low, 1)
 
     def _cut(
         self, number: int, clip: int, start: int, which: int, random: tuple[int, int] | None, flip: bool, caption: int
@@ -278,7 +290,7 @@ def same_bucket(specs: Iterable[SampleSpec]) -> bool:
     return len({(spec.size, spec.frames) for spec in specs}) <= 1
 
 
-def _random_words(version: str, seed: int, number: int) -> tuple[int, ...]:
-    """Return independent random numbers of a sample."""
-    digest = hashlib.sha512(f"headway-media-1/{version}/{seed}/{number}".encode()).digest()
+def _random_words(*key: object) -> tuple[int, ...]:
+    """Return independent random numbers of a sample, or of the samples of a segment in an epoch."""
+    digest = hashlib.sha512("/".join(map(str, ("headway-media-1", *key))).encode()).digest()
     return tuple(np.frombuffer(digest, dtype="<u8").tolist()[:5])

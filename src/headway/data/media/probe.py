@@ -109,6 +109,7 @@ def plot_media(facts: MediaFacts, out: Path) -> None:
         axis.hist(values, bins=30, color="#3b6ea5")
         axis.set_xlabel(title)
         axis.set_ylabel("files")
+        axis.yaxis.get_major_locator().set_params(integer=True)
     axes[-1].scatter(facts.width, facts.height, s=10, alpha=0.5, color="#3b6ea5")
     axes[-1].set_xlabel("width, pixels")
     axes[-1].set_ylabel("height, pixels")
