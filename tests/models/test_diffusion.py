@@ -326,3 +326,48 @@ def test_stored_weights_have_their_bits(tmp_path: Path) -> None:
     first, second = map(load_file, names)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name].view(torch.int16), second[name].view(torch.int16)) for name in first)
+
+
+# -- precision and compilation
+
+
+def sample_of(name: str) -> tuple[Tensor, Tensor, Conditioning]:
+    section, generator = SECTIONS[name], torch.Generator().manual_seed(2)
+    x = torch.randn(2, 4, 3 if section.family == "wan" else 1, 4, 6, generator=generator)
+    if section.conditioning == "class":
+        return x, torch.tensor([0.2, 0.9]), Conditioning(torch.tensor([0, 3]))
+    text = TextStates(torch.randn(2, 5, section.text_dim, generator=generator), torch.ones(2, 5, dtype=torch.bool))
+    images = name == "image to video"
+    image = torch.randn(2, 7, 10, generator=generator) if images else None
+    extra = torch.randn(2, 5, 3, 4, 6, generator=generator) if images else None
+    return x, torch.tensor([0.2, 0.9]), Conditioning(None, text, image, extra)
+
+
+@pytest.mark.parametrize("way", ["autocast", "weights"])
+@pytest.mark.parametrize("name", SECTIONS)
+def test_bfloat16_is_close_and_predictions_keep_the_precision_of_samples(name: str, way: str) -> None:
+    model = randomize(empty_transformer(SECTIONS[name]))
+    inputs = sample_of(name)
+    with torch.no_grad():
+        want = model(*inputs)
+        if way == "weights":
+            model = model.to(torch.bfloat16)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == "autocast"):
+            got = model(*inputs)
+    assert got.dtype == want.dtype == torch.float32
+    assert (got - want).norm() < 0.05 * want.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SECTIONS)
+def test_blocks_compile_into_one_graph_each(name: str) -> None:
+    inputs, results = sample_of(name), []
+    for compiles in (False, True):
+        model = randomize(empty_transformer(SECTIONS[name]))
+        for block in model.layers if compiles else ():
+            block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+        out = model(*inputs)
+        out.square().mean().backward()
+        results.append([out.detach(), *(parameter.grad for parameter in model.parameters())])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert torch.allclose(got, want, atol=1e-5, rtol=1e-4)
