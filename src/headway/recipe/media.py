@@ -48,16 +48,12 @@ class Media(Section):
     segment: Literal["clip", "gop"] = "clip"
     """What an epoch takes samples from: each clip, or each group of pictures that is long enough for a sample."""
     samples: Positive = 1
-<<<<<<< HEAD
-    """Samples per segment and epoch, at random places that are spread over the segment."""
-    decoders: NotNegative | None = None
-    """Processes per worker that decode ahead of the steps; 0: the worker decodes itself. By default 2 of video, 0 of
-    images."""
-=======
     """Samples per segment and epoch, at random places."""
     placement: Literal["spread", "adjacent"] = "spread"
     """Where the samples of a segment lie in it: one in each equal part, or one after another, which decodes less."""
->>>>>>> media
+    decoders: NotNegative | None = None
+    """Processes per worker that decode ahead of the steps; 0: the worker decodes itself. By default 2 of video, 0 of
+    images."""
     window: Positive | None = None
     """Steps within which the samples of a segment are trained on and decoded together; by default `samples`."""
 
