@@ -46,7 +46,7 @@ VERBS = [
     ["serve", "none"], ["generate", "none", "in.jsonl", "--out", "out.jsonl"],
     ["eval", "none", "--tasks", "none.jsonl"], ["eval", "--compare", "a", "b"],
     ["sample", "--help"], ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"],
-    ["recipe", "ls"], ["recipe", "cp", "none"],
+    ["recipe", "ls"], ["recipe", "cp", "none"], ["data", "probe", "none"],
     ["data", "build", "none"], ["data", "verify", "none"], ["checkpoint", "ls", "last"],
     ["checkpoint", "verify", "last"], ["checkpoint", "show", "last"], ["checkpoint", "diff", "a", "b"],
     ["checkpoint", "export", "last", "out"], ["checkpoint", "import", "none"],
