@@ -362,6 +362,7 @@ def test_bfloat16_is_close_and_predictions_keep_the_precision_of_samples(name: s
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns itself, about itself
 @pytest.mark.parametrize("name", SECTIONS)
 def test_blocks_compile_into_one_graph_each(name: str) -> None:
     inputs, results = sample_of(name), []
