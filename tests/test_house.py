@@ -48,7 +48,7 @@ VERBS = [
     ["generate", "none", "in.jsonl", "--out", "out.jsonl"],
     ["eval", "none", "--tasks", "none.jsonl"], ["eval", "--compare", "a", "b"],
     ["sample", "--help"], ["recipe", "schema"], ["recipe", "show", "recipes/demo.toml"], ["data", "show", "none"],
-    ["recipe", "ls"], ["recipe", "cp", "none"],
+    ["recipe", "ls"], ["recipe", "cp", "none"], ["data", "probe", "none"],
     ["data", "build", "none"], ["data", "verify", "none"], ["data", "diff", "a", "b"], ["data", "build", "x", "hf:a b"],
     ["explain", "last", "1"], ["lineage", "last"], ["model", "ls"], ["model", "tag", "last", "prod"],
     ["checkpoint", "ls", "last"],

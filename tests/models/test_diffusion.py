@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiTTransformer2DModel, WanTransformer3DModel
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from headway.agent.launch.prepare import resolve_model
 from headway.errors import ModelError
 from headway.models import init_weights, load_into, write_folder
 from headway.models.diffusion import Conditioning, TextStates, dropped, empty_transformer, null_conditioning
 from headway.plan.diffusion import attention_flops, matmul_flops
 from headway.plan.flops import parameters
+from headway.recipe.families import class_of
 from headway.recipe.families.dit import DiT
 from headway.recipe.families.wan import Wan
 from headway.recipe.huggingface import read_model
@@ -326,3 +329,86 @@ def test_stored_weights_have_their_bits(tmp_path: Path) -> None:
     first, second = map(load_file, names)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name].view(torch.int16), second[name].view(torch.int16)) for name in first)
+
+
+# -- precision and compilation
+
+
+def sample_of(name: str) -> tuple[Tensor, Tensor, Conditioning]:
+    section, generator = SECTIONS[name], torch.Generator().manual_seed(2)
+    x = torch.randn(2, 4, 3 if section.family == "wan" else 1, 4, 6, generator=generator)
+    if section.conditioning == "class":
+        return x, torch.tensor([0.2, 0.9]), Conditioning(torch.tensor([0, 3]))
+    text = TextStates(torch.randn(2, 5, section.text_dim, generator=generator), torch.ones(2, 5, dtype=torch.bool))
+    images = name == "image to video"
+    image = torch.randn(2, 7, 10, generator=generator) if images else None
+    extra = torch.randn(2, 5, 3, 4, 6, generator=generator) if images else None
+    return x, torch.tensor([0.2, 0.9]), Conditioning(None, text, image, extra)
+
+
+@pytest.mark.parametrize("way", ["autocast", "weights"])
+@pytest.mark.parametrize("name", SECTIONS)
+def test_bfloat16_is_close_and_predictions_keep_the_precision_of_samples(name: str, way: str) -> None:
+    model = randomize(empty_transformer(SECTIONS[name]))
+    inputs = sample_of(name)
+    with torch.no_grad():
+        want = model(*inputs)
+        if way == "weights":
+            model = model.to(torch.bfloat16)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == "autocast"):
+            got = model(*inputs)
+    assert got.dtype == want.dtype == torch.float32
+    assert (got - want).norm() < 0.05 * want.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns itself, about itself
+@pytest.mark.parametrize("name", SECTIONS)
+def test_blocks_compile_into_one_graph_each(name: str) -> None:
+    inputs, results = sample_of(name), []
+    for compiles in (False, True):
+        model = randomize(empty_transformer(SECTIONS[name]))
+        for block in model.layers if compiles else ():
+            block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+        out = model(*inputs)
+        out.square().mean().backward()
+        results.append([out.detach(), *(parameter.grad for parameter in model.parameters())])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert torch.allclose(got, want, atol=1e-5, rtol=1e-4)
+
+
+# -- starting from a folder
+
+
+def test_a_recipe_takes_its_shape_from_a_folder_and_states_the_text_encoder(tmp_path: Path) -> None:
+    wan("text to video").save_pretrained(tmp_path / "wan")
+    stated = Wan(init=str(tmp_path / "wan"), text_encoder="umt5", text_tokens=77)
+    shaped = resolve_model(stated, tmp_path)
+    assert shaped.tensors() == read_model(tmp_path / "wan").tensors()
+    assert (shaped.text_encoder, shaped.text_tokens, shaped.text_dim) == ("umt5", 77, 10)
+    with pytest.raises(ModelError, match=r"model\.layers is 3 in the recipe and 2 in"):
+        resolve_model(Wan(init=str(tmp_path / "wan"), layers=3), tmp_path)
+    dit().save_pretrained(tmp_path / "dit")
+    assert resolve_model(DiT(init=str(tmp_path / "dit")), tmp_path).num_classes == 10
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        ({"family": "dit"}, "needs num_classes"),
+        ({"family": "dit", "num_classes": 2, "vocab_size": 64}, "model.vocab_size does not apply to dit"),
+        ({"family": "wan", "num_classes": 2}, "model.num_classes does not apply to wan"),
+        ({"family": "dit", "num_classes": 2, "text_tokens": 9}, 'no effect with conditioning = "class"'),
+        ({"family": "dit", "num_classes": 2, "dim": 100, "heads": 3}, "must equal dim"),
+    ],
+)
+def test_recipes_that_make_no_sense_say_why(values: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValidationError, match=wrong):
+        class_of(values)(**values)
+
+
+def test_sections_survive_files() -> None:
+    for section in SECTIONS.values():
+        values = section.model_dump(mode="json")
+        assert class_of(values)(**values) == section
+        assert not section.ABSENT & values.keys()

@@ -57,7 +57,7 @@ CHANGEABLE = {
     "data.mixture.*.path": "the folder may move; its version must stay",
     "data.media.decoders": "the same samples, decoded elsewhere",
     "data.skip": "only future steps see other samples",
-    **{f"eval.{key}": "measurement only" for key in Eval.model_fields},
+    **{f"eval.{key}": "measurement only" for key in Eval.model_fields if key != "samples"},
     **{f"eval.samples.{key}": "measurement only" for key in SampleGrid.model_fields},
     **{f"checkpoint.{key}": "durability only" for key in Checkpoint.model_fields},
     **{f"checkpoint.store.{key}": "durability only" for key in Store.model_fields},

@@ -16,6 +16,8 @@ from headway.recipe.diffusion import DiffusionObjective
 from headway.recipe.families.diffusion import DiffusionModel
 from headway.train.build import Parts
 
+MOST_COLUMNS = 20
+
 
 def grid_is_due(recipe: Recipe, step: int) -> bool:
     """Whether a grid is generated after a step at which the run evaluates."""
@@ -50,7 +52,7 @@ def write_grid(parts: Parts, step: int) -> None:
             folder.mkdir(exist_ok=True)
             files = [folder / f"step-{step:08d}{suffix}" for suffix in ([PICTURE, VIDEO] if frames > 1 else [PICTURE])]
             for file in files:
-                write_samples(file, pixels, fps=settings.fps)
+                write_samples(file, pixels, columns=grid_columns(recipe), fps=settings.fps)
             parts.recorder.event("samples", step=step, files=[relative(file, parts.run.path) for file in files])
 
 
@@ -63,6 +65,15 @@ def grid_conditions(recipe: Recipe) -> list[int] | list[str]:
         assert model.num_classes is not None
         return list(islice(cycle(range(model.num_classes)), settings.count))
     return list(islice(cycle(settings.prompts or ("",)), settings.count))
+
+
+def grid_columns(recipe: Recipe) -> int | None:
+    """Return the columns of a grid: one per class if they are few, else as many as rows."""
+    settings, model = recipe.eval.samples, recipe.model
+    assert settings is not None
+    assert isinstance(model, DiffusionModel)
+    classes = model.num_classes or 0
+    return classes if 1 < classes <= min(settings.count, MOST_COLUMNS) else None
 
 
 def columns_of(times_N: Tensor, conditioning: Conditioning) -> dict[str, Tensor]:

@@ -9,14 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import engine_suite
+import numpy as np
 import pytest
 from engine_suite import *  # noqa: F403
 from engine_suite import SECRET, EngineHarness, appears
+from PIL import Image
 from ray_cluster import CPUS, GPUS, HEAD, NODES, RayCluster, ray_cluster
 
 from headway.cluster.engines.ray.encode import ray_encoders
 from headway.cluster.engines.ray.engine import RayEngine
+from headway.cluster.engines.ray.examine import ray_examiners
 from headway.data import BuildOptions, build_dataset
+from headway.data.media import MediaOptions, build_media
 from headway.errors import EngineError, UsageError
 
 UNTIL_SIGNALLED = (
@@ -190,3 +194,20 @@ def test_dataset_built_on_the_cluster_has_the_same_bytes(cluster: RayCluster, tm
     for name in names:
         if name not in ("sources.json", ".verified.json"):  # they hold times
             assert (here.path / name).read_bytes() == (remote.path / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_media_dataset_examined_on_the_cluster_is_the_same(cluster: RayCluster, tmp_path: Path) -> None:
+    for number in range(12):
+        pixels = np.random.default_rng(number).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    (tmp_path / "damaged.png").write_bytes((tmp_path / "0.png").read_bytes()[:500])
+    sources, options = [tmp_path / "*.png"], MediaOptions("image", shard_bytes=8_000)
+    here = build_media(tmp_path / "here", sources, options)
+    examine = ray_examiners(RayEngine(cluster.address))
+    remote = build_media(tmp_path / "there", sources, options, examine=examine)
+    assert remote.manifest == here.manifest
+    assert remote.skipped == here.skipped
+    assert set(here.skipped) == {"damaged.png"}
+    for file in here.manifest.files:
+        assert (here.path / file.name).read_bytes() == (remote.path / file.name).read_bytes()

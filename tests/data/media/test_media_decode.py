@@ -157,8 +157,8 @@ def test_samples_are_scaled_cut_and_mirrored() -> None:
 
 BROKEN: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "it is empty"),
-    "text": (b"not a video " * 99, "invalid data"),
-    "a playlist of other files": (b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n/etc/hostname\n", "invalid data"),
+    "text": (b"not a video " * 99, "it is damaged, or of an unknown format"),
+    "a playlist of other files": (b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n/etc/hostname\n", "unknown format"),
     "a list of other files": (b"ffconcat version 1.0\nfile '/etc/hostname'\n", "invalid argument"),
 }
 
@@ -173,7 +173,7 @@ def test_what_is_no_video_is_refused_with_a_reason(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "share", "reason"),
     [
-        ({}, 0.5, "invalid data"),  # its index is at its end
+        ({}, 0.5, "it is damaged, or of an unknown format"),  # its index is at its end
         ({"container_options": {"movflags": "faststart"}}, 0.9, "damaged|cut short"),
         ({"format": "matroska"}, 0.5, "it is cut short: .* of 1.60 s are there"),
         ({"format": "webm", "codec": "libvpx-vp9", "options": {"cpu-used": "8"}}, 0.5, "it is cut short"),
@@ -206,7 +206,7 @@ def test_a_file_of_sound_only_is_refused() -> None:
 
 def test_an_unknown_codec_is_refused() -> None:
     content = make_video(3).replace(b"avc1", b"zzz9")
-    with pytest.raises(Undecodable, match=r"no decoder knows its codec|invalid data|it has no"):
+    with pytest.raises(Undecodable, match=r"no decoder knows its codec|unknown format|it has no"):
         examine("video", content)
 
 

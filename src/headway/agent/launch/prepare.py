@@ -81,6 +81,8 @@ MANIFEST = "manifest.json"
 STORE_PATIENCE_S = 5.0
 NOT_SHAPE = {"init", "init_std", "layout"}
 """Model fields that do not affect the shapes of its tensors."""
+NOT_IN_FOLDERS = ("text_encoder", "text_tokens")
+"""Model fields that a folder of diffusers does not state, and the recipe may."""
 
 
 def new_run(
@@ -536,14 +538,15 @@ def _shaped(model: Model, shape: Model, init: str) -> Model:
             f"model.family is {model.family} in the recipe and {shape.family} in {model.init}",
             hint="leave model.family out: model.init gives the shape",
         )
-    stated, actual, defaults = (m.model_dump(exclude=NOT_SHAPE) for m in (model, shape, type(model)()))
+    stated, actual, defaults = (m.model_dump(exclude=NOT_SHAPE) for m in (model, shape, type(model)(init=init)))
+    chosen = {key: stated[key] for key in NOT_IN_FOLDERS if stated.get(key) != defaults.get(key)}
     for key in {**stated, **actual}:
-        if stated.get(key) not in (actual.get(key), defaults.get(key), {}):
+        if key not in chosen and stated.get(key) not in (actual.get(key), defaults.get(key), {}):
             raise ModelError(
                 f"model.{key} is {stated[key]} in the recipe and {actual.get(key)} in {model.init}",
                 hint=f"leave model.{key} out: model.init gives the shape",
             )
-    update = {"init": init, "init_std": model.init_std, "layout": model.layout or shape.layout}
+    update = {**chosen, "init": init, "init_std": model.init_std, "layout": model.layout or shape.layout}
     return shape.model_copy(update=update)
 
 

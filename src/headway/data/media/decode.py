@@ -121,6 +121,8 @@ def open_video(content: memoryview | bytes) -> "Iterator[tuple[InputContainer, V
     options = {"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"}
     try:
         container: InputContainer = av.open(io.BytesIO(content), options=options, metadata_errors="replace")
+    except av.error.InvalidDataError:
+        raise Undecodable("it is damaged, or of an unknown format") from None
     except (av.FFmpegError, ValueError, OSError) as error:
         raise Undecodable(reason_of(error)) from None
     with container:

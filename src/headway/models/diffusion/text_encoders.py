@@ -123,13 +123,13 @@ def read_text_encoder(folder: Path) -> tuple[nn.Module, int, int | None]:
     weights = _weights(folder)
     for name, parameter in module.named_parameters():
         names = (stored(name), t5.plain_name(stored(name)), f"text_model.{stored(name)}")
-        found = next((weights[key] for key in names if key in weights), None)
-        if found is None:
+        weight = next((weights[key] for key in names if key in weights), None)
+        if weight is None:
             raise ModelError(f"{folder} lacks {names[0]}")
-        if found.shape != parameter.shape:
-            raise ModelError(f"{folder} has {names[0]} of shape {tuple(found.shape)}, not {tuple(parameter.shape)}")
+        if weight.shape != parameter.shape:
+            raise ModelError(f"{folder} has {names[0]} of shape {tuple(weight.shape)}, not {tuple(parameter.shape)}")
         owner, _, key = name.rpartition(".")
-        setattr(module.get_submodule(owner), key, nn.Parameter(found, requires_grad=False))
+        setattr(module.get_submodule(owner), key, nn.Parameter(weight, requires_grad=False))
     return module, width, longest
 
 

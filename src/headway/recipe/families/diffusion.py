@@ -81,7 +81,7 @@ class DiffusionModel(Model):
     def _shapes_fit(self) -> Self:
         if self.heads * self.head_dim != self.dim:
             raise ValueError(f"heads x head_dim ({self.heads} x {self.head_dim}) must equal dim ({self.dim})")
-        if self.conditioning == "class" and self.num_classes is None:
+        if self.conditioning == "class" and self.num_classes is None and self.init is None:
             raise ValueError('conditioning = "class" needs num_classes')
         if self.conditioning == "text" and self.num_classes is not None:
             raise ValueError('num_classes has no effect with conditioning = "text"')

@@ -1,0 +1,114 @@
+"""`headway data` with images and video."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numbered_clips import make_video
+from PIL import Image
+from typer.testing import CliRunner
+
+from headway.cli.data import app
+from headway.cli.media_view import local_sources
+from headway.data.media import open_media
+from headway.data.media.probe import histogram
+from headway.errors import DataError, UsageError
+
+runner = CliRunner()
+
+
+def run(*arguments: object) -> tuple[str, str]:
+    result = runner.invoke(app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, DataError | UsageError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.mp4").write_bytes(make_video(24, size=(64 + 16 * number, 48)))
+    (folder / "empty.mp4").write_bytes(b"")
+    rows = [{"file": f"{n}.mp4", "captions": [f"clip {n}", "more"], "label": n} for n in range(3)]
+    (tmp_path / "captions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_build_show_probe_verify(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "data"
+    captions = ("--captions", tmp_path / "captions.jsonl", "--errors", "skip")
+    built, log = run("build", out, files, "--kind", "video", *captions, "--threads", 1)
+    dataset = open_media(out)
+    assert f"version    {dataset.version}\nclips      3 in 1 shard" in built
+    assert "frames     72, 00:00:02 of video" in built
+    assert "left out   1: damaged 1 (skipped.jsonl says why)" in built
+    assert "skipped: empty.mp4: it is empty" in log
+    assert "decoding: " in log
+    again = json.loads(run("build", out, files, "--kind", "video", *captions, "--threads", 1, "--json")[0])
+    assert (again["changed"], again["removed"], again["clips"]) == (False, {"damaged": 1}, 3)
+
+    shown, _ = run("show", out, "--samples", 2, "--sheet", tmp_path / "sheet.png")
+    assert "clip 0  0.mp4\n  h264, 64 x 48, 24 frames at 25 fps, 2 keyframes, label 0\n  clip 0\n  more\n" in shown
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.width > 5 * 160
+        assert len(sheet.convert("L").getcolors()) > 2
+    facts: dict[str, Any] = json.loads(run("show", out, "--json")[0])
+    assert [sample["captions"] for sample in facts["samples"]] == [[f"clip {n}", "more"] for n in range(3)]
+    assert "verified   4 files, all match the manifest" in run("verify", out)[0]
+
+    for target in (files, out):
+        facts = json.loads(run("probe", target, "--json")[0])
+        assert (facts["width"], facts["fps"]) == ([64, 80, 96], [25.0] * 3)
+        assert facts["duration_s"] == pytest.approx([0.96] * 3)
+    for width in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        for printed in (run("probe", files, "--plot", tmp_path / "plot.png")[0], run("show", out)[0]):
+            unbroken = ("dataset", "next:", "plot:", str(files))
+            assert [x for x in printed.splitlines() if len(x) > width and not x.startswith(unbroken)] == []
+    with Image.open(tmp_path / "plot.png") as plot:
+        assert plot.width > 600
+
+
+def test_mistakes_are_one_sentence(files: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="names no text") as caught:
+        run("build", tmp_path / "data", files / "0.mp4")
+    assert caught.value.hint == "add --kind video"
+    with pytest.raises(UsageError, match="--captions is for images and video"):
+        run("build", tmp_path / "data", files, "--captions", "c.jsonl")
+    with pytest.raises(DataError, match="holds no dataset"):
+        run("show", tmp_path / "nothing", "--sheet", "sheet.png")
+    with pytest.raises(DataError, match=r"holds no image file"):
+        run("probe", files, "--kind", "image")
+    captions = tmp_path / "captions.jsonl"
+    with pytest.raises(DataError, match=r"1 file of 4 have no caption: empty.mp4"):
+        run("build", tmp_path / "data", files, "--kind", "video", "--captions", captions, "--threads", 1)
+
+
+def test_sources_in_object_stores_are_copied_once(files: Path, tmp_path: Path) -> None:
+    (files / "deep").mkdir()
+    (files / "2.mp4").rename(files / "deep" / "2.mp4")
+    (files / "notes.txt").write_text("no video")
+    url = files.as_uri()
+    with local_sources([f"{url}/**/*.mp4", "here/*.mp4"], "video", tmp_path / "data") as sources:
+        copy = Path(sources[0])
+        copied = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+        assert copied == {"0.mp4", "1.mp4", "deep/2.mp4", "empty.mp4"}
+        assert (copy / "deep/2.mp4").read_bytes() == (files / "deep/2.mp4").read_bytes()
+        assert sources[1] == "here/*.mp4"
+    assert not copy.exists()
+    with pytest.raises(DataError, match=r"no video file matches file://.*\*.avi"):
+        local_sources([f"{url}/*.avi"], "video", tmp_path / "data").__enter__()
+
+
+def test_histogram_counts_every_value_once() -> None:
+    assert histogram([1.0, 2.0, 2.0]) == [(1.0, 1.0, 1), (2.0, 2.0, 2)]
+    values = [number**1.5 for number in range(40)]
+    rows = histogram(values)
+    assert sum(count for _, _, count in rows) == 40
+    assert len(rows) <= 8
+    assert all(low <= min(values) or before == low for (_, before, _), (low, _, _) in pairwise(rows))
