@@ -1,6 +1,7 @@
 """`headway model show | diff`: numbers counted by hand, faults put in by hand, and exit statuses."""
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from headway.cli.main import main
 from headway.recipe import Model
+from headway.recipe.families.wan import Wan
 from headway.state.hf_import import import_run
 from headway.state.huggingface import LazyWeight, stored_weights, write_folder
 
@@ -111,6 +113,29 @@ def test_text_fits_80_columns_and_suggests_a_next_command(ask: Ask, tmp_path: Pa
     assert "heads      4 of 8, 2 KV heads" in lines
     assert "positions  rotary, theta 10,000" in lines
     assert any(line.split() == ["embedding", "4,096", "15.0%"] for line in lines), said.out
+
+
+def test_a_folder_of_diffusers_shows_patches_condition_and_cost_per_sample(ask: Ask, tmp_path: Path) -> None:
+    video = Wan(
+        dim=24, heads=2, layers=2, hidden=40, text_dim=10, image_channels=20, image_dim=8, text_encoder="somewhere"
+    )
+    folder_of(tmp_path / "wan", video)
+    document = ask("show", "wan", "--seq", "100", "--json").json
+    assert document["parameters"] == sum(math.prod(shape) for shape in video.tensors().values())
+    assert sum(document["parts"].values()) == document["parameters"]
+    assert (document["family"], document["model_type"]) == ("wan", "WanTransformer3DModel")
+    assert (document["cache"], document["stored"]["tensors"]) == (None, len(video.tensors()))
+    # of a sample: matrices by what they are multiplied with, and scores with keys and values of patches, text and image
+    per_patch = 2 * (6 * 24 * 24 + 2 * 24 * 40) + 24 * (36 * 4 + 16 * 4)
+    text = 10 * 24 + 24 * 24 + 2 * 2 * 24 * 24
+    image = 8 * 8 + 8 * 24 + 2 * 2 * 24 * 24
+    once = 256 * 24 + 24 * 24 + 6 * 24 * 24
+    products = 100 * per_patch + 512 * text + 257 * image + once
+    assert document["flops_per_sample"] == 6 * (products + 2 * 2 * 24 * 100 * (100 + 512 + 257))
+    lines = ask("show", "wan").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "patches    1 x 2 x 2 (frames, rows, columns) of 16 channels and 20 of an image" in lines
+    assert lines[-1] == "next: a recipe with model.family = wan and model.init = wan"
 
 
 def test_training_memory_follows_the_recipe(ask: Ask, tmp_path: Path) -> None:

@@ -69,7 +69,10 @@ def show_command(
         print_json(document)
         return
     print("\n".join(show_lines(named.model, document)))
-    print(next_line(runs_root(runs), what, named.kind))
+    if named.kind == "folder" and isinstance(named.model, DiffusionModel):
+        print(f"next: a recipe with model.family = {named.model.family} and model.init = {what}")
+    else:
+        print(next_line(runs_root(runs), what, named.kind))
 
 
 @app.command("diff")
