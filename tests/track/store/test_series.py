@@ -102,7 +102,7 @@ def test_spike_of_one_step_is_visible_at_every_zoom(tmp_path):
     losses = [2.0 + math.sin(step) / 10 for step in range(12_000)]
     losses[7_123], losses[4_000] = 99.0, float("nan")
     run = plain_run(tmp_path, losses)
-    store = MetricStore(segment_bytes=1 << 20)
+    store = MetricStore(segment_bytes=1 << 19)
     steps, values = read_metrics(run, ["loss"])["loss"]
     for points in (2, 5, 117, 750, 751, 40_000):
         view = read_series([run], "loss", points=points, store=store)[0]
