@@ -42,7 +42,7 @@ def plan(**changes: object) -> RunPlan:
 
 
 @given(st.integers(0, 10**6), st.integers(0, 400), st.lists(st.integers(40, 390), max_size=3, unique=True))
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_spikes_are_those_that_were_put_in(seed, count, places):
     losses: list[float | None] = list(noisy(seed, count))
     places = sorted(step for step in places if step + 1 < count)

@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from headway.errors import plural
@@ -22,7 +23,7 @@ from headway.track.metrics import history
 from headway.track.plans import RunPlan
 
 WINDOW, FEWEST = 32, 8
-"""Losses that the usual level is the median of, and how many there must be."""
+"""Losses that the spread is that of, and the last few, whose median is the usual level; there must be so many."""
 SPREADS, LEAST = 8.0, 0.1
 """A spike is so many spreads and so large a share of the level above it. Of 100,000 normal losses, none is."""
 LISTED = 3
@@ -103,8 +104,7 @@ def _find_spikes(steps: Iterable[Event]) -> Iterable[_Spike]:
         cursor = event["cursor"] if type(event.get("cursor")) is int else None
         if loss is None:
             continue
-        usual = statistics.median(recent) if len(recent) >= FEWEST else math.inf
-        spread = 1.4826 * statistics.median(abs(value - usual) for value in recent) if recent else 0.0
+        usual, spread = _level(list(recent)) if len(recent) >= FEWEST else (math.inf, 0.0)
         if loss > usual + max(SPREADS * spread, LEAST * abs(usual)):
             samples = None if before is None or cursor is None or cursor <= before else (before, cursor - 1)
             pending.append(_Spike(event["step"], loss, usual, samples))
@@ -115,6 +115,12 @@ def _find_spikes(steps: Iterable[Event]) -> Iterable[_Spike]:
             yield from pending
             pending.clear()
             recent.append(loss)
+
+
+def _level(recent: Sequence[float]) -> tuple[float, float]:
+    """Return the usual loss, and the spread around it: of differences between neighbours, as losses fall."""
+    steps = [abs(b - a) for a, b in pairwise(recent)]
+    return statistics.median(recent[-FEWEST:]), 1.4826 * statistics.median(steps) / math.sqrt(2)
 
 
 def _below_plan(steps: Sequence[Event], plan: RunPlan | None) -> list[Insight]:

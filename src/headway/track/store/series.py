@@ -70,13 +70,9 @@ def read_series(
     step; at least 2). Whoever asks repeatedly passes the same `store`, so that only new lines of a live run are parsed.
     """
     store = MetricStore() if store is None else store
-    for _ in range(2):  # the second time, damaged files have been made again
-        pieces = [_pieces(run, parts, key) for run, parts in zip(runs, store.parts(runs), strict=True)]
-        loaded = _load(store, pieces, -_LAST if first is None else first, _LAST if last is None else last, points)
-        if loaded is not None:
-            break
-    else:
-        loaded = [(_none(), 1) for _ in runs]
+    pieces, loaded = _buckets_of(
+        store, runs, key, -_LAST if first is None else first, _LAST if last is None else last, points
+    )
     views = []
     for run, own, (buckets, width) in zip(runs, pieces, loaded, strict=True):
         if not own and (outside := beside_steps(run, [key]).get(key)) is not None:
@@ -102,8 +98,7 @@ def metric_statistics(runs: Sequence[RunFolder], *, store: MetricStore | None = 
             if _follow(own) and all(piece.is_whole(-_LAST, _LAST) for piece in own):
                 table[key] = _combined(own)
             else:
-                loaded = _load(store, [own], -_LAST, _LAST, None) or _load(store, [own], -_LAST, _LAST, None)
-                buckets = loaded[0][0] if loaded else _none()
+                buckets = _buckets_of(store, [run], key, -_LAST, _LAST, None)[1][0][0]
                 table[key] = statistics(buckets.steps, buckets.mean)
         tables.append({key: statistics(*series) for key, series in beside_steps(run).items()} | table)
     return tables
@@ -185,6 +180,22 @@ def _combined(pieces: Sequence[_Piece]) -> MetricStats:
 
 
 # -- reading
+
+
+def _buckets_of(
+    store: MetricStore, runs: Sequence[RunFolder], key: str, first: int, last: int, points: int | None
+) -> tuple[list[list[_Piece]], list[tuple[Buckets, int]]]:
+    """Return the pieces of a metric in each run, and its buckets between two steps with their width.
+
+    Where files are damaged, or another process removes them meanwhile, they are made again, and at last done without.
+    """
+    for attempt in range(3):
+        parts = store.parts(runs, from_records=attempt == 2)
+        pieces = [_pieces(run, own, key) for run, own in zip(runs, parts, strict=True)]
+        loaded = _load(store, pieces, first, last, points)
+        if loaded is not None:
+            return pieces, loaded
+    raise AssertionError("records are read without files")
 
 
 def _load(
