@@ -31,7 +31,7 @@ async function open({ width = 1440, height = 900, scheme = "light" } = {}) {
 }
 
 const at = (path) => new URL(request.address).origin + path;
-const settled = (page) => page.waitForLoadState("load").then(() => page.waitForFunction(() => !document.querySelector(".placeholder")));
+const settled = (page) => page.waitForLoadState("load").then(() => page.waitForFunction(() => !document.querySelector(".placeholder"), null, { timeout: 300000 }));
 
 if (request.do === "draw") {
   const { page, problems } = await open();
@@ -59,7 +59,7 @@ if (request.do === "draw") {
 } else if (request.do === "follow") {
   const { page } = await open();
   await page.goto(at(request.path));
-  await settled(page);
+  await page.waitForSelector("h1", { timeout: 300000 });
   say({ ready: true });
   await page.waitForTimeout(request.seconds * 1000);
 } else if (request.do === "visit") {
@@ -69,13 +69,13 @@ if (request.do === "draw") {
     try {
       await page.goto(at(view.path));
       await settled(page);
-      for (const selector of view.expect ?? []) await page.waitForSelector(selector, { timeout: 60000 });
+      for (const selector of view.expect ?? []) await page.waitForSelector(selector, { timeout: 300000 });
       for (const [act, ...words] of view.act ?? []) {
         if (act === "click") await page.click(words[0]);
         else if (act === "press") await page.keyboard.press(words[0]);
         else if (act === "fill") await page.fill(words[0], words[1]);
-        else if (act === "wait") await page.waitForSelector(words[0], { timeout: 60000 });
-        else if (act === "text") await page.waitForFunction(([selector, text]) => document.querySelector(selector)?.textContent.includes(text), words, { timeout: 60000 });
+        else if (act === "wait") await page.waitForSelector(words[0], { timeout: 300000 });
+        else if (act === "text") await page.waitForFunction(([selector, text]) => document.querySelector(selector)?.textContent.includes(text), words, { timeout: 300000 });
         else if (act === "drag") {
           const box = await page.locator(words[0]).first().boundingBox();
           await page.mouse.move(box.x + box.width * 0.3, box.y + box.height / 2);

@@ -61,7 +61,7 @@ def _write_policy_run(runs: Path) -> None:
     recipe: dict[str, Any] = {
         "name": "policy", "data": {"path": "none", "seq": 64}, "train": {"steps": 4, "batch": 4},
         "model": {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1},
-        "objective": {"kind": "grpo"}, "rl": {"rewards": ["own:reward"], "samples": 2},
+        "objective": {"kind": "grpo"}, "rl": {"rewards": ["own:reward"], "samples": 2, "max_tokens": 16},
     }  # fmt: skip
     folder = write_run(runs, "policy", falling(4), recipe=recipe, reward=0.5)
     rollouts = tuple(

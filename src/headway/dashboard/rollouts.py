@@ -20,8 +20,11 @@ def batch_list(run: RunFolder) -> dict[str, Any]:
 
 def batch_page(run: RunFolder, step: int, first: int) -> dict[str, Any]:
     """Return groups of a batch from the given one on."""
-    recipe, files = read_recipe(run), RolloutFiles(run)
-    batch = files.read(step) if step in files.steps() else None
+    files = RolloutFiles(run)
+    try:
+        recipe, batch = read_recipe(run), files.read(step) if step in files.steps() else None
+    except HeadwayError as error:  # of a damaged run: the rest of its page can be shown
+        return {"step": step, "problem": error.message}
     if batch is None:
         raise RunError(f"run {run.name} has no rollouts of step {step}", hint="older batches are removed", usage=True)
     if recipe.rl is None:

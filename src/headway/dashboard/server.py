@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import signal
 import socket
@@ -74,4 +75,5 @@ class _Server(uvicorn.Server):
     def _end(self, *_: Any) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # answers that are cut off are no errors
         self._stopping.set()

@@ -187,7 +187,7 @@ function Differences({ data, names }: { data: Comparison; names: string[] }) {
   return (
     <Card title="Differences" aside={<span class="muted">{data.verdict}</span>}>
       {keys.length > 0 && (
-        <div class="scroll legend">
+        <div class="scroll legend" tabIndex={0} role="region" aria-label="differences">
           {across ? (
             <table class="plain">
               <thead><tr><th scope="col">key</th>{names.map((name) => <th scope="col" key={name}>{name}</th>)}</tr></thead>

@@ -114,7 +114,7 @@ export function PlanCard({ plan }: { plan: PlanFacts }) {
 
 export function Attempts({ ledger }: { ledger: Ledger }) {
   return (
-    <div class="scroll">
+    <div class="scroll" tabIndex={0} role="region" aria-label="attempts">
       <table class="plain">
         <thead>
           <tr>

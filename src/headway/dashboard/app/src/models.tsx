@@ -28,7 +28,7 @@ export function ModelsPage() {
               </span>
             }
           >
-            <div class="scroll">
+            <div class="scroll" tabIndex={0} role="region" aria-label={`checkpoints of ${model.run}`}>
               <table class="plain">
                 <thead><tr><th scope="col" class="num">step</th><th scope="col">saved</th><th scope="col" class="num">size</th><th scope="col">digest</th><th scope="col">scores</th></tr></thead>
                 <tbody>

@@ -54,7 +54,7 @@ export function Command({ text }: { text: string }) {
   return (
     <span class="command">
       <code>{text}</code>
-      <button class="ghost small" onClick={copy} aria-label={`Copy: ${text}`}>
+      <button class="ghost small" onClick={copy} aria-label={`${copied ? "copied" : "copy"} ${text}`}>
         {copied ? "copied" : "copy"}
       </button>
     </span>

@@ -31,10 +31,11 @@ export function Rollouts({ run, round }: { run: Overview; round: number }) {
           <output>{count(step)}</output>
         </label>
         <button disabled={index >= steps.length - 1} onClick={() => pick(index + 1)} aria-label="later batch">→</button>
-        {data && <span class="muted">{count(data.answers)} answers to {count(data.count)} prompts, weights after step {count(data.version)}{data.failed > 0 && `, ${data.failed} rewards failed`}</span>}
+        {data && !data.problem && <span class="muted">{count(data.answers)} answers to {count(data.count)} prompts, weights after step {count(data.version)}{data.failed > 0 && `, ${data.failed} rewards failed`}</span>}
       </div>
       {error && <Problem error={error} />}
-      {data && (
+      {data?.problem && <Empty title={data.problem} />}
+      {data && !data.problem && (
         <>
           <div class="spread">
             <Histogram values={data.rewards} />

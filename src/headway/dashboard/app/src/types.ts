@@ -155,6 +155,7 @@ export interface Group {
 
 export interface Batch {
   step: number;
+  problem?: string;
   version: number;
   groups: Group[];
   first: number;
