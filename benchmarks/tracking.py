@@ -83,7 +83,7 @@ def measure_headway(folder: Path, arguments: argparse.Namespace) -> dict[str, An
     from headway.track import RunFolder
     from headway.track.store import MetricStore, read_series, select_runs
 
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    os.environ["HEADWAY_CACHE"] = str(folder / "cache")
     result: dict[str, Any] = {}
     root = folder / "runs"
     recorded = sum(make_run(root, run, arguments.steps) for run in range(arguments.runs))

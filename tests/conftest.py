@@ -1,11 +1,13 @@
 """What tests of whole runs share: a small data set, a warm zygote, and recipes that take seconds."""
 
+import atexit
 import gc
 import json
 import os
 import re
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +35,10 @@ if shutil.which("nvidia-smi") is None:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As in workers: on ARM oneDNN leaves /tmp/perf-PID.map behind every process that computes, and tests start thousands.
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
+# The index of runs, which the user's own must not be; child processes share it.
+if "HEADWAY_CACHE" not in os.environ:
+    os.environ["HEADWAY_CACHE"] = tempfile.mkdtemp(prefix="headway-cache-")
+    atexit.register(shutil.rmtree, os.environ["HEADWAY_CACHE"], ignore_errors=True)
 
 from headway.agent import Attempt, AttemptOutcome, new_run, resume_run, supervise_run
 from headway.agent.workers.zygote import ZygoteClient

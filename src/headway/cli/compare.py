@@ -8,7 +8,7 @@ import typer
 from pydantic_core import to_json
 
 from headway.cli.options import Json, Runs, complete_run
-from headway.cli.text import columns, next_line, print_json, shortened, wrap_lines
+from headway.cli.text import columns, next_line, print_json, printable, shortened, wrap_lines
 from headway.errors import UsageError
 from headway.track import RunFolder, command, read_run, runs_root
 from headway.track.differences import read_conditions
@@ -92,7 +92,7 @@ def _numbers(outcome: Outcome) -> list[str]:
 def _shown(value: Any) -> str:
     if value is None:
         return "not set"
-    return value if isinstance(value, str) else to_json(value, inf_nan_mode="constants").decode()
+    return printable(value if isinstance(value, str) else to_json(value, inf_nan_mode="constants").decode())
 
 
 def _table(rows: list[list[str]]) -> list[str]:

@@ -117,9 +117,10 @@ def _document(view: SeriesView) -> dict[str, Any]:
 def _legend(views: Sequence[SeriesView], ascii_only: bool) -> list[str]:
     """Return each line's mark, run and last value."""
     shown = views[:LEGEND]
+    marks = [MARKS[index % len(MARKS)] if ascii_only else "-" for index in range(len(shown))]
     rows = [
-        f"  {MARKS[i % len(MARKS)] if ascii_only else '-'} {view.run}  {view.mean[-1]:.5g} from step {view.steps[-1]:,} on"
-        for i, view in enumerate(shown)
+        f"  {mark} {view.run}  {view.mean[-1]:.5g} from step {view.steps[-1]:,} on"
+        for mark, view in zip(marks, shown, strict=True)
     ]
     more = len(views) - len(shown)
     return [*rows, *([f"  and {more} more"] if more else [])]

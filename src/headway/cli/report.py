@@ -31,6 +31,8 @@ from headway.track import (
     summarize,
 )
 from headway.track.divergence import find_divergence
+from headway.track.insights import Insight, find_insights
+from headway.track.store.previous import find_previous
 
 
 def report(run: Run, runs: Runs = None, json: Json = False) -> None:
@@ -44,9 +46,14 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
     plan = read_plan(folder)
     check, replicas = _check_plan(plan, records), _replicas(folder, records)
     divergence = find_divergence((event["step"], event.get("loss")) for event in history(records))
+    insights = find_insights(records, plan, find_previous(folder))
     if json:
-        more = {"plan": _plan_document(check, ledger), "replicas": None if replicas is None else replicas._asdict()}
+        more: dict[str, Any] = {
+            "plan": _plan_document(check, ledger),
+            "replicas": None if replicas is None else replicas._asdict(),
+        }
         more |= {"divergence": None if divergence is None else asdict(divergence)}
+        more |= {"insights": [asdict(insight) for insight in insights]}
         evaluations = [evaluation.model_dump() for evaluation in latest_evaluations(folder)]
         document = _document(folder, summarize(folder), ledger, exact)
         print_json(document | more | {"evaluations": evaluations})
@@ -55,7 +62,7 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
             check = None  # the CPU's speed is assumed: nothing to compare a measurement with
         peak = _facts(records).get("peak_source") or "the device's peak"
         warnings = [] if divergence is None else [f"warning: {divergence.text}"]
-        below = [*warnings, *_unreadable(records), *_corruption(replicas), *_evaluations(folder)]
+        below = [*warnings, *_insights(insights), *_unreadable(records), *_corruption(replicas), *_evaluations(folder)]
         print("\n".join(_text(folder, summarize(folder), ledger, check, exact, str(peak), below)))
 
 
@@ -98,6 +105,12 @@ def _text(
     wrapped = [part for line in lines for part in _wrap(line)]
     follow_up = folder.command("metrics", "--key loss") if summary.step else folder.command("logs")
     return [*wrapped, f"next: {follow_up}"]
+
+
+def _insights(insights: list[Insight]) -> list[str]:
+    """Return a line per thing that stands out, besides what the report has elsewhere."""
+    shown = [insight.text for insight in insights if insight.kind not in ("divergence", "below plan")]
+    return ["insights:", *(f"  {text}" for text in shown)] if shown else []
 
 
 def _unreadable(records: list[Record]) -> list[str]:

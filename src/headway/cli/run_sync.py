@@ -3,11 +3,16 @@
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import xxhash
+
 from headway.cluster.engines.submissions import last_submission
-from headway.errors import HeadwayError, RunError
+from headway.errors import HeadwayError, RunError, UsageError
 from headway.track import RunFolder, find_run, read_recipe, summarize
+from headway.track.runs import RUN_NAME
+from headway.track.store.index import index_file
 
 _SYNC_EVERY_S, _STORE_TIMEOUT_S = 10.0, 10.0
 
@@ -50,3 +55,25 @@ def find_up_to_date(root: Path, name: str) -> RunFolder:
     if summarize(run).state != "finished":
         RunSync(run).now()
     return run
+
+
+def fetch_all(url: str, progress: Callable[[int, int], None]) -> Path:
+    """Sync the records of all runs below an address of an object store into the user's cache; return their folder.
+
+    A run that cannot be fetched is left as it was, with a note.
+    """
+    from headway.agent.remote.store_mirror import fetch_run
+    from headway.state.object_store import open_store
+
+    if "://" not in url:
+        raise UsageError(f"{url} is no address of an object store", hint="for example s3://bucket/prefix")
+    url = url.rstrip("/")
+    root = index_file().parent / "stores" / xxhash.xxh3_64_hexdigest(url.encode())
+    names = [name for name in open_store(url, patience_s=_STORE_TIMEOUT_S).folders() if RUN_NAME.fullmatch(name)]
+    for done, name in enumerate(names):
+        progress(done, len(names))
+        try:
+            fetch_run(f"{url}/{name}", root, _STORE_TIMEOUT_S)
+        except HeadwayError as error:
+            print(f"note: {name} was not fetched: {error.message}", file=sys.stderr, flush=True)
+    return root

@@ -11,7 +11,7 @@ import typer
 
 from headway.cli.options import Json, Run, Runs, complete_run
 from headway.cli.progress import Counting
-from headway.cli.run_sync import is_elsewhere
+from headway.cli.run_sync import fetch_all, is_elsewhere
 from headway.cli.runs_view import column_table, run_table
 from headway.cli.text import byte_size, first_names, next_line, plural, print_json, wrap_lines
 from headway.errors import UsageError
@@ -62,6 +62,10 @@ def runs(
     ] = "",
     archived: Annotated[bool, typer.Option("--archived", help="List archived runs too.")] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List the keys that queries may name.")] = False,
+    store: Annotated[
+        str | None,
+        typer.Option("--store", metavar="URL", help="List the runs of an object store; syncs their records first."),
+    ] = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
@@ -72,6 +76,9 @@ def runs(
     if context.invoked_subcommand is not None:
         return
     root = runs_root(runs)
+    if store is not None:
+        with Counting("syncing records") as counting:
+            root = fetch_all(store, counting.show)
     if keys:
         _print_keys(root, json)
         return

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from headway.cli.text import columns, duration
+from headway.cli.text import columns, duration, printable
 from headway.track.store import Name, RunRow, value_of
 from headway.track.store.query import MOMENTS, Value
 
@@ -76,4 +76,4 @@ def _shown(name: Name, value: Value) -> str:
         if name.key in DURATIONS:
             return duration(value)
         return f"{value:.5g}" if isinstance(value, float) else str(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)[:40]
+    return str(value).lower() if isinstance(value, bool) else printable(str(value)[:40])

@@ -87,3 +87,8 @@ def first_names(names: Sequence[str]) -> str:
 def shortened(text: str, width: int) -> str:
     """Return a line of at most WIDTH characters, with dots for what was cut."""
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Return a text from a file with spaces for whatever would control a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)

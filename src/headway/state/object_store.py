@@ -207,6 +207,16 @@ class ObjectStore:
 
         return sorted(self._retry(f"{self.name(prefix).rstrip('/')} could not be listed", read))
 
+    def folders(self) -> Sequence[str]:
+        """Return the names of the first path segments that have objects below them, in order."""
+        import obstore
+
+        def read() -> Sequence[str]:
+            prefixes = obstore.list_with_delimiter(_client(self._retrying))["common_prefixes"]
+            return sorted({str(prefix).strip("/").rpartition("/")[2] for prefix in prefixes})
+
+        return self._retry(f"{self.name('').rstrip('/')} could not be listed", read)
+
     def delete(self, keys: Sequence[str], *, patience_s: float | None = None) -> None:
         """Delete objects; missing ones are ignored."""
         import obstore

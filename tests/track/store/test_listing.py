@@ -30,7 +30,7 @@ STORED = Path(__file__).parents[1] / "run_format_1" / "runs"
 
 @pytest.fixture(autouse=True)
 def _own_index(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
 
 
 def make_runs(root: Path) -> list[RunFolder]:
@@ -87,9 +87,9 @@ def test_index_follows_every_change(tmp_path):
     assert sorted(names(root)) == ["run-2", "run-3"]
 
 
-@pytest.mark.parametrize("damage", ["bytes", "format", "schema", "rows", "folder"])
+@pytest.mark.parametrize("damage", ["bytes", "schema", "rows", "folder"])
 def test_damaged_index_is_replaced_or_done_without(tmp_path, damage):
-    root, file = tmp_path / "runs", tmp_path / "cache" / "headway" / "runs.sqlite"
+    root, file = tmp_path / "runs", tmp_path / "cache" / "runs-1.sqlite"
     make_runs(root)
     expected = read_rows(root, metrics=True)
     if damage == "bytes":
@@ -100,7 +100,6 @@ def test_damaged_index_is_replaced_or_done_without(tmp_path, damage):
     else:
         with sqlite3.connect(file) as connection:
             statement = {
-                "format": "PRAGMA user_version = 99",
                 "schema": "DROP TABLE runs",
                 "rows": "UPDATE runs SET row = '{', stats = '[]'",
             }[damage]
@@ -139,7 +138,8 @@ def test_labels_survive_damage_and_refuse_what_cannot_be_a_tag(tmp_path):
     write_labels(run, change_note(change_tags(Labels(), ["b", "a"]), " fine "))
     assert read_labels(run) == Labels(("a", "b"), "fine")
     assert change_tags(read_labels(run), remove=["a", "c"]).tags == ("b",)
-    for wrong in ("a b", "", "x" * 41, "a,b"):
+    assert change_note(Labels(), "a\x1b[2Jb\n").note == "a [2Jb"
+    for wrong in ("a b", "", "x" * 41, "a,b", "a\x1b"):
         with pytest.raises(UsageError, match="invalid tag"):
             change_tags(Labels(), [wrong])
     with pytest.raises(UsageError, match="2,001 characters"):

@@ -110,7 +110,7 @@ def combined(parts):
 
 
 @given(st.recursive(comparisons(), combined, max_leaves=5), st.lists(tables, min_size=1, max_size=4))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_queries_match_pythons_own_operators(query, rows):
     text, holds = query
     parsed = parse_query(text)
@@ -119,7 +119,7 @@ def test_queries_match_pythons_own_operators(query, rows):
 
 
 @given(st.text(alphabet="ab<>=!()'\"`,.1e- \nandortinßé\x00", max_size=30))
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_any_text_is_a_query_or_a_usage_error_with_a_column(text):
     error = None
     try:

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,7 @@ attempts = st.lists(
 
 
 @given(attempts, st.integers(200, 3000), st.lists(number, min_size=1, max_size=7), st.integers(2, 50))
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 def test_series_equal_those_of_all_lines(tmp_path_factory, plan, segment_bytes, values, points):
     """Any attempts, cut into segments anywhere: from memory, while it is compacted, and from Parquet."""
     run = create_run(tmp_path_factory.mktemp("runs"), "demo")
@@ -98,19 +99,19 @@ def test_series_equal_those_of_all_lines(tmp_path_factory, plan, segment_bytes, 
 
 
 def test_spike_of_one_step_is_visible_at_every_zoom(tmp_path):
-    losses = [2.0 + math.sin(step) / 10 for step in range(20_000)]
-    losses[17_123], losses[4_000] = 99.0, float("nan")
+    losses = [2.0 + math.sin(step) / 10 for step in range(12_000)]
+    losses[7_123], losses[4_000] = 99.0, float("nan")
     run = plain_run(tmp_path, losses)
-    store = MetricStore(segment_bytes=1 << 20)
+    store = MetricStore(segment_bytes=1 << 19)
     steps, values = read_metrics(run, ["loss"])["loss"]
-    for points in (2, 5, 117, 1250, 1251, 40_000):
+    for points in (2, 5, 117, 750, 751, 40_000):
         view = read_series([run], "loss", points=points, store=store)[0]
-        assert view.maximum[np.searchsorted(view.steps, 17_124, side="right") - 1] == 99.0
+        assert view.maximum[np.searchsorted(view.steps, 7_124, side="right") - 1] == 99.0
         assert len(view.steps) <= points
         if points in (5, 117):
             agrees(view, steps, values)
     assert len(list(run.events.glob("*.levels.parquet"))) >= 2, "several segments with levels were read"
-    for first, last in ((17_000, 17_200), (1, 19_999), (17_124, 17_124), (40_000, 50_000), (9, 3)):
+    for first, last in ((7_000, 7_200), (1, 11_999), (7_124, 7_124), (40_000, 50_000), (9, 3)):
         inside = (steps >= first) & (steps <= last)
         view = read_series([run], "loss", first=first, last=last, points=60, store=store)[0]
         agrees(view, steps[inside], values[inside])
@@ -118,7 +119,7 @@ def test_spike_of_one_step_is_visible_at_every_zoom(tmp_path):
 
 def test_later_attempt_cuts_what_is_compacted(tmp_path):
     """Buckets of a level that a roll-back cuts are computed from their steps."""
-    run = plain_run(tmp_path, [float(step) for step in range(9000)])
+    run = plain_run(tmp_path, [float(step) for step in range(8000)])
     store = MetricStore(smallest_bytes=1)
     read_series([run], "loss", points=10, store=store)
     write_record(run, 2, line("resumed", step=7001) + "".join(step_line(step, -1.0) for step in range(7002, 7010)))
@@ -130,7 +131,7 @@ def test_later_attempt_cuts_what_is_compacted(tmp_path):
 
 @pytest.mark.parametrize("damage", ["empty", "half", "footer", "flip", "levels", "other", "text"])
 def test_damaged_parquet_is_made_again(tmp_path, damage):
-    run = plain_run(tmp_path, [float(step % 97) for step in range(6000)])
+    run = plain_run(tmp_path, [float(step % 97) for step in range(4200)])
     read_series([run], "loss", store=MetricStore(smallest_bytes=1))
     (levels,) = run.events.glob("*.levels.parquet")
     (file,) = (path for path in run.events.glob("*.parquet") if path != levels)
@@ -198,6 +199,30 @@ def test_folders_that_cannot_be_written_or_vanish(tmp_path, monkeypatch):
     views = read_series([run, gone], "loss", store=store)
     assert [len(view.steps) for view in views] == [2, 0]
     assert metric_keys(gone, store=store) == []
+
+
+def test_two_writers_and_a_reader_that_deletes_agree(tmp_path):
+    """Threads with a store each compact the same record in small segments, while one removes what they wrote."""
+    run = plain_run(tmp_path, [float(step % 7) for step in range(400)])
+    expected, found, trouble = read_metrics(run, ["loss"])["loss"][1].tolist(), [], []
+
+    def work(deletes: bool) -> None:
+        try:
+            for _ in range(3):
+                store = MetricStore(segment_bytes=9000, smallest_bytes=1)
+                found.append(read_series([run], "loss", store=store)[0].mean.tolist())
+                for path in run.events.glob("*.parquet") if deletes else ():
+                    path.unlink(missing_ok=True)
+        except BaseException as error:
+            trouble.append(error)
+
+    threads = [threading.Thread(target=work, args=(deletes,)) for deletes in (False, False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not trouble
+    assert all(values == expected for values in found)
 
 
 def _refuse(path: Path) -> None:

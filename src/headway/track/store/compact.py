@@ -120,9 +120,14 @@ class MetricStore:
             self._database = open_database()
         return self._database
 
-    def parts(self, runs: Sequence[RunFolder]) -> list[list[SegmentPart]]:
-        """Return the parts of each run's records, by attempt and position; nothing for a folder that is gone."""
+    def parts(self, runs: Sequence[RunFolder], *, from_records: bool = False) -> list[list[SegmentPart]]:
+        """Return the parts of each run's records, by attempt and position; nothing for a folder that is gone.
+
+        `from_records` parses all lines, and neither reads nor writes other files.
+        """
         listed = [_list_files(run) for run in runs]
+        if from_records:
+            return [_read_records(run, files) for run, files in zip(runs, listed, strict=True)]
         chains = {
             run.events / record: self._usable(_chain(run, record, stamp, files.segments.get(record, {})))
             for run, files in zip(runs, listed, strict=True)
@@ -236,6 +241,16 @@ class MetricStore:
             tail = _Tail(start, end, stamp.inode, _probe(file, start, end), parsed)
         self._tails[path] = tail
         return tail
+
+
+def _read_records(run: RunFolder, files: _Files) -> list[SegmentPart]:
+    parts = list[SegmentPart]()
+    for record in sorted(files.records, key=lambda name: int(name.partition("-")[0])):
+        with suppress(OSError):
+            data = _complete((run.events / f"{record}.jsonl").read_bytes())
+            parsed = parse_segment(data, _opening(data[:_OPENING_BYTES]))
+            parts.append(_in_memory(int(record.partition("-")[0]), 0, len(data), parsed))
+    return parts
 
 
 def _list_files(run: RunFolder) -> _Files:

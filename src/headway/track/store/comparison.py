@@ -61,17 +61,17 @@ class ManyComparison:
 
 def compare_many(conditions: Sequence[RunConditions]) -> list[RunDifference]:
     """Return what differs between the conditions of runs, by kind; keys that do not change a result are left out."""
-    found: dict[tuple[str, str], list[Any]] = {}
+    by_key: dict[tuple[str, str], list[Any]] = {}
     first = conditions[0]
     for index, other in enumerate(conditions[1:], 1):
         for cause in find_causes(first, other):
-            values = found.setdefault((cause.kind, cause.key), [cause.values[0]] * len(conditions))
+            values = by_key.setdefault((cause.kind, cause.key), [cause.values[0]] * len(conditions))
             values[index] = cause.values[1]
     order = ("recipe", "data", "workers", "environment")
     return [
         RunDifference(kind, key, tuple(values))  # type: ignore[arg-type]
-        for kind, key in sorted(found, key=lambda pair: order.index(pair[0]))
-        for values in [found[kind, key]]
+        for kind, key in sorted(by_key, key=lambda pair: order.index(pair[0]))
+        for values in [by_key[kind, key]]
     ]
 
 
@@ -103,6 +103,6 @@ def _at_common_step(
         common = np.intersect1d(common, view.steps)
     if len(some) == len(runs) and len(common):
         step = int(common[-1])
-        found = [float(view.mean[np.searchsorted(view.steps, step)]) for view in views]
-        return Outcome(key, step, tuple(value if np.isfinite(value) else None for value in found))
+        numbers = [float(view.mean[np.searchsorted(view.steps, step)]) for view in views]
+        return Outcome(key, step, tuple(value if np.isfinite(value) else None for value in numbers))
     return Outcome(key, None, tuple(table[key].last if key in table else None for table in tables))

@@ -19,18 +19,18 @@ DELETED = ".deleted"
 def match_runs(root: Path, refs: Sequence[str]) -> list[RunFolder]:
     """Return the runs that names, unique prefixes, `last` or patterns such as demo-* stand for, each once."""
     listed: list[RunFolder] | None = None
-    found = dict[Path, RunFolder]()
+    runs = dict[Path, RunFolder]()
     for ref in refs:
         if not any(character in ref for character in "*?["):
             run = find_run(root, ref)
-            found[run.path] = run
+            runs[run.path] = run
             continue
         listed = list_runs(root) if listed is None else listed
         matching = [run for run in listed if fnmatchcase(run.name, ref)]
         if not matching:
             raise RunError(f"no run matches {ref!r} in {root}", hint=f"{command(root, 'runs')} lists all", usage=True)
-        found |= {run.path: run for run in sorted(matching, key=lambda run: run.name)}
-    return list(found.values())
+        runs |= {run.path: run for run in sorted(matching, key=lambda run: run.name)}
+    return list(runs.values())
 
 
 def rename_run(run: RunFolder, name: str) -> RunFolder:

@@ -2,10 +2,11 @@
 
 A row is made again when its run's folder, records, recipe or labels are not those it was made from, by inode, sizes and
 times; only whether a process holds the run's lock is asked every time. The file can be deleted at any moment: one that
-is damaged, of another format or cannot be written is replaced, or done without.
+is damaged is replaced, one that cannot be written is done without.
 """
 
 import os
+import secrets
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing, suppress
@@ -25,7 +26,7 @@ from headway.track.store.series import metric_statistics
 from headway.track.store.view import MetricStats
 
 FORMAT = 1
-"""The format written; a file of any other is replaced."""
+"""The format written, in the name of the file: versions of Headway that write different ones have one each."""
 AT_A_TIME = 32
 """Runs whose metrics are read before they are stored."""
 
@@ -34,9 +35,9 @@ Progress = Callable[[int, int], None]
 
 
 def index_file() -> Path:
-    """Return the path of the user's index."""
+    """Return the path of the user's index, in $HEADWAY_CACHE, else where the user's caches are."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "headway" / "runs.sqlite"
+    return Path(os.environ.get("HEADWAY_CACHE") or base / "headway") / f"runs-{FORMAT}.sqlite"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def read_rows(
         rows = dict[str, _Stored | None]()
         for each in listed:
             now = known.get(each.run.name)
-            rows[each.run.name] = now if now is not None and now.stamp == each.stamp else _made(each, now)
+            rows[each.run.name] = now if now is not None and now.stamp == each.stamp else _read_folder(each, now)
         if metrics:
             _add_statistics(listed, rows, stored, root, progress)
         changed = {name: row for name, row in rows.items() if row is not None and row is not known.get(name)}
@@ -89,15 +90,15 @@ def read_rows(
 def read_row(run: RunFolder, *, metrics: bool = False) -> RunRow:
     """Return a run's row, with the statistics of its metrics if they are asked for; past the index."""
     each = _list_folder(run.path)
-    made = None if each is None else _made(each, None)
-    row = None if each is None or made is None else _to_row(each, made, False)
+    stored = None if each is None else _read_folder(each, None)
+    row = None if each is None or stored is None else _to_row(each, stored, False)
     if row is None:
         summary = summarize(run)  # says what is wrong
         return RunRow(run, summary, read_labels(run), summary.started or 0.0, summary.started or 0.0)
     return replace(row, metrics=metric_statistics([run])[0]) if metrics else row
 
 
-def _made(each: _Listed, before: _Stored | None) -> _Stored | None:
+def _read_folder(each: _Listed, before: _Stored | None) -> _Stored | None:
     """Read what a row has from a run's folder; None if that cannot be read."""
     try:
         summary = summarize(each.run, locked=False)
@@ -127,8 +128,8 @@ def _add_statistics(
     for at in range(0, len(stale), AT_A_TIME):
         progress(at, len(stale))
         batch = stale[at : at + AT_A_TIME]
-        found = _statistics_of(batch, store)
-        for each, table in zip(batch, found, strict=True):
+        tables = _statistics_of(batch, store)
+        for each, table in zip(batch, tables, strict=True):
             row = rows[each.run.name]
             assert row is not None, "it is one of those that are not known"
             stats = {key: list(asdict(stats).values()) for key, stats in table.items()}
@@ -211,8 +212,8 @@ class _Index:
             return {}
         try:
             query = "SELECT name, stamp, row, stats_stamp, stats FROM runs WHERE root = ?"
-            found = self._connection.execute(query, (root,)).fetchall()
-            return {name: _Stored(a, from_json(b), c, from_json(d)) for name, a, b, c, d in found}
+            rows = self._connection.execute(query, (root,)).fetchall()
+            return {name: _Stored(a, from_json(b), c, from_json(d)) for name, a, b, c, d in rows}
         except (sqlite3.Error, ValueError):
             self.close()
             self._connection = self._open(afresh=True)
@@ -241,30 +242,40 @@ class _Index:
             self._connection = None
 
     def _open(self, afresh: bool = False) -> sqlite3.Connection | None:
-        """Open the file; None if it is damaged, of another format, or cannot be there."""
+        """Open the file; None if it is damaged, or cannot be there."""
         connection = None
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if afresh:
-                for suffix in ("", "-wal", "-shm"):
+                for suffix in ("", "-journal"):
                     Path(f"{self._path}{suffix}").unlink(missing_ok=True)
-            is_new = not self._path.exists()
+            if not self._path.exists():
+                self._create()
             connection = sqlite3.connect(self._path, timeout=2.0)
-            if is_new:
-                self._path.chmod(0o600)
-                connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute(f"PRAGMA user_version = {FORMAT}")
+            connection.execute("PRAGMA synchronous = OFF")  # it can be made again at any time
+            connection.execute("SELECT root, name, stamp, row, stats_stamp, stats FROM runs LIMIT 1").fetchone()
+            return connection
+        except (sqlite3.Error, OSError):
+            if connection is not None:
+                connection.close()
+            return None
+
+    def _create(self) -> None:
+        """Make the file beside and link it to its name, so that nobody opens half of it.
+
+        Not with a write-ahead log: its shared memory is a mapped file, and whoever replaces a damaged index while
+        another thread has it open would kill the process.
+        """
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
+        try:
+            with closing(sqlite3.connect(partial)) as connection:
+                partial.chmod(0o600)
                 connection.execute(
-                    "CREATE TABLE IF NOT EXISTS runs (root TEXT, name TEXT, stamp TEXT, row BLOB, stats_stamp TEXT, "
-                    "stats BLOB, PRIMARY KEY (root, name)) WITHOUT ROWID"
+                    "CREATE TABLE runs (root TEXT, name TEXT, stamp TEXT, row BLOB, stats_stamp TEXT, stats BLOB, "
+                    "PRIMARY KEY (root, name)) WITHOUT ROWID"
                 )
                 connection.commit()
-            connection.execute("PRAGMA synchronous = OFF")  # it can be made again at any time
-            if connection.execute("PRAGMA user_version").fetchone() == (FORMAT,):
-                connection.execute("SELECT stats_stamp FROM runs LIMIT 1").fetchone()
-                return connection
-        except (sqlite3.Error, OSError):
-            pass
-        if connection is not None:
-            connection.close()
-        return None
+            with suppress(FileExistsError):
+                os.link(partial, self._path)
+        finally:
+            partial.unlink(missing_ok=True)

@@ -66,7 +66,7 @@ def change_tags(labels: Labels, add: Iterable[str] = (), remove: Iterable[str] =
     """Return labels with some tags more and some fewer; raise UsageError for a tag that cannot be one."""
     add, remove = list(add), set(remove)
     for tag in add:
-        if not TAG.fullmatch(tag):
+        if not _is_tag(tag):
             raise UsageError(f"invalid tag {tag!r}", hint="a tag has 1 to 40 characters, no spaces, commas or quotes")
     return replace(labels, tags=tuple(sorted({*labels.tags, *add} - remove)))
 
@@ -75,4 +75,13 @@ def change_note(labels: Labels, note: str) -> Labels:
     """Return labels with another note; raise UsageError if it is too long."""
     if len(note) > NOTE_CHARACTERS:
         raise UsageError(f"the note has {len(note):,} characters, more than {NOTE_CHARACTERS:,}")
-    return replace(labels, note=note.strip())
+    return replace(labels, note=_printable(note).strip())
+
+
+def _is_tag(text: str) -> bool:
+    return TAG.fullmatch(text) is not None and text.isprintable()
+
+
+def _printable(text: str) -> str:
+    """Return a text without what would control a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headway.track.store.index import Progress, read_rows
-from headway.track.store.query import Lookup, Name, Query, Value, near_names, parse_name, parse_query, syntax_error
+from headway.track.store.query import (
+    RECIPE,
+    Lookup,
+    Name,
+    Query,
+    Value,
+    near_names,
+    parse_name,
+    parse_query,
+    syntax_error,
+)
 from headway.track.store.rows import RunRow
 
 FIELDS: Mapping[str, Callable[[RunRow, float], Value]] = {
@@ -30,8 +40,6 @@ FIELDS: Mapping[str, Callable[[RunRow, float], Value]] = {
     "archived": lambda row, _: row.labels.archived,
 }
 """What a key stands for besides the recipe's keys and metrics: name and run are the same; took and age are seconds."""
-RECIPE = "recipe."
-"""Prefix for a key of the recipe that has the name of a field: recipe.name."""
 
 
 def value_of(row: RunRow, name: Name, now: float) -> Value:
@@ -92,8 +100,7 @@ def check_names(names: Iterable[Name], rows: Sequence[RunRow]) -> None:
 def filter_rows(rows: Sequence[RunRow], query: Query, now: float) -> list[RunRow]:
     """Return the runs that satisfy a query; raise UsageError if it names a key that none has."""
     if rows:
-        known = set(known_keys(rows))
-        query.check_names(known | {RECIPE + key for key in known})
+        query.check_names(set(known_keys(rows)))
     return [row for row in rows if query.matches(lookup_in(row, now))]
 
 

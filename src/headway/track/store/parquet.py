@@ -227,24 +227,22 @@ def _parse_facts(value: bytes) -> SegmentFacts | None:
 
 def read_steps(database: "duckdb.DuckDBPyConnection", paths: Sequence[Path], column: str) -> list[Series]:
     """Return a column of each file, all of which have it: its steps and values."""
-    import numpy as np
 
     name = _identifier(column)
     query = f"SELECT file_index AS i, step AS s, {name} AS v FROM {_files(paths)} WHERE {name} IS NOT NULL"
-    found = database.execute(query, [[pattern_of(path) for path in paths]]).fetchnumpy()
-    owner, steps, values = (_filled(found[key]) for key in ("i", "s", "v"))
-    return [(steps[part], values[part]) for part in _split(np, owner, len(paths))]
+    table = database.execute(query, [[pattern_of(path) for path in paths]]).fetchnumpy()
+    owner, steps, values = (_filled(table[key]) for key in ("i", "s", "v"))
+    return [(steps[part], values[part]) for part in _split(owner, len(paths))]
 
 
 def read_levels(database: "duckdb.DuckDBPyConnection", paths: Sequence[Path], key: str, level: int) -> list[Buckets]:
     """Return the buckets of a level of a metric in each file of levels."""
-    import numpy as np
 
     query = 'SELECT file_index AS i, step, minimum, maximum, mean, "count" '
     query += f"FROM {_files(paths)} WHERE key = ? AND level = ?"
-    found = database.execute(query, [[pattern_of(path) for path in paths], key, level]).fetchnumpy()
-    columns = [_filled(found[name]) for name in ("step", "minimum", "maximum", "mean", "count")]
-    parts = _split(np, _filled(found["i"]), len(paths))
+    table = database.execute(query, [[pattern_of(path) for path in paths], key, level]).fetchnumpy()
+    columns = [_filled(table[name]) for name in ("step", "minimum", "maximum", "mean", "count")]
+    parts = _split(_filled(table["i"]), len(paths))
     return [Buckets(*(column[part] for column in columns)) for part in parts]
 
 
@@ -260,8 +258,10 @@ def _filled(column: Any) -> Any:
     return np.ma.filled(column, np.nan) if np.ma.isMaskedArray(column) else column
 
 
-def _split(np: Any, owner: Any, number: int) -> list[Any]:
+def _split(owner: Any, number: int) -> list[Any]:
     """Return where the rows of each file are."""
+    import numpy as np
+
     if (owner[1:] < owner[:-1]).any():
         return [np.flatnonzero(owner == index) for index in range(number)]
     bounds = np.searchsorted(owner, np.arange(number + 1, dtype=owner.dtype))

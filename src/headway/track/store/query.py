@@ -37,6 +37,8 @@ Aggregate: TypeAlias = Literal["", "last", "min", "max", "mean"]
 FUNCTIONS = ("last", "min", "max", "mean")
 MOMENTS = {"created", "started", "updated"}
 """Keys that are Unix seconds, which a query compares with dates."""
+RECIPE = "recipe."
+"""Prefix for a key of the recipe that has the name of a field: recipe.name."""
 KEYWORDS = {"and", "or", "not", "in", "contains", "glob"}
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 """Seconds of what may stand after a number: 90m, 2d."""
@@ -141,7 +143,7 @@ class Query:
     def check_names(self, known: Collection[str]) -> None:
         """Raise UsageError at the first key that no run has."""
         for name, column in () if self.root is None else self.root.names():
-            if name.key not in known:
+            if name.key.removeprefix(RECIPE) not in known:
                 raise syntax_error(self.text, column, f"no run has a key {name.key!r}", near_names(name.key, known))
 
 

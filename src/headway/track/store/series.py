@@ -70,13 +70,9 @@ def read_series(
     step; at least 2). Whoever asks repeatedly passes the same `store`, so that only new lines of a live run are parsed.
     """
     store = MetricStore() if store is None else store
-    for _ in range(2):  # the second time, damaged files have been made again
-        pieces = [_pieces(run, parts, key) for run, parts in zip(runs, store.parts(runs), strict=True)]
-        loaded = _load(store, pieces, -_LAST if first is None else first, _LAST if last is None else last, points)
-        if loaded is not None:
-            break
-    else:
-        loaded = [(_none(), 1) for _ in runs]
+    pieces, loaded = _buckets_of(
+        store, runs, key, -_LAST if first is None else first, _LAST if last is None else last, points
+    )
     views = []
     for run, own, (buckets, width) in zip(runs, pieces, loaded, strict=True):
         if not own and (outside := beside_steps(run, [key]).get(key)) is not None:
@@ -102,10 +98,9 @@ def metric_statistics(runs: Sequence[RunFolder], *, store: MetricStore | None = 
             if _follow(own) and all(piece.is_whole(-_LAST, _LAST) for piece in own):
                 table[key] = _combined(own)
             else:
-                loaded = _load(store, [own], -_LAST, _LAST, None) or _load(store, [own], -_LAST, _LAST, None)
-                buckets = loaded[0][0] if loaded else _none()
+                buckets = _buckets_of(store, [run], key, -_LAST, _LAST, None)[1][0][0]
                 table[key] = statistics(buckets.steps, buckets.mean)
-        tables.append(table | {key: statistics(*series) for key, series in beside_steps(run).items()})
+        tables.append({key: statistics(*series) for key, series in beside_steps(run).items()} | table)
     return tables
 
 
@@ -127,10 +122,10 @@ def _pieces(run: RunFolder, parts: Sequence[SegmentPart], key: str) -> list[_Pie
     factors = _mfu_factors(run, parts) if key == "mfu" else {}
     pieces = []
     for part in parts:
-        found, limit = part.keys.get(source), kept.get(part.attempt, _LAST)
+        extent, limit = part.keys.get(source), kept.get(part.attempt, _LAST)
         scale = factors.get(part.attempt, math.nan) if key == "mfu" else 1.0
-        if found is not None and found.first <= limit and math.isfinite(scale):
-            pieces.append(_Piece(part, source, found, limit, scale))
+        if extent is not None and extent.first <= limit and math.isfinite(scale):
+            pieces.append(_Piece(part, source, extent, limit, scale))
     return pieces
 
 
@@ -187,18 +182,34 @@ def _combined(pieces: Sequence[_Piece]) -> MetricStats:
 # -- reading
 
 
+def _buckets_of(
+    store: MetricStore, runs: Sequence[RunFolder], key: str, first: int, last: int, points: int | None
+) -> tuple[list[list[_Piece]], list[tuple[Buckets, int]]]:
+    """Return the pieces of a metric in each run, and its buckets between two steps with their width.
+
+    Where files are damaged, or another process removes them meanwhile, they are made again, and at last done without.
+    """
+    for attempt in range(3):
+        parts = store.parts(runs, from_records=attempt == 2)
+        pieces = [_pieces(run, own, key) for run, own in zip(runs, parts, strict=True)]
+        loaded = _load(store, pieces, first, last, points)
+        if loaded is not None:
+            return pieces, loaded
+    raise AssertionError("records are read without files")
+
+
 def _load(
     store: MetricStore, runs: Sequence[Sequence[_Piece]], first: int, last: int, points: int | None
 ) -> list[tuple[Buckets, int]] | None:
     """Return each run's buckets between two steps, and how wide they are; None if some files were damaged."""
     plans = [_plan(pieces, first, last, points) for pieces in runs]
     wanted = [(piece, level) for plan, _ in plans for piece, level in plan]
-    found = _read(store, wanted, first, last)
-    if found is None:
+    loaded = _read(store, wanted, first, last)
+    if loaded is None:
         return None
     results, at = list[tuple[Buckets, int]](), 0
     for (plan, width), pieces in zip(plans, runs, strict=True):
-        parts, at = found[at : at + len(plan)], at + len(plan)
+        parts, at = loaded[at : at + len(plan)], at + len(plan)
         if not _follow(pieces):
             results.append((single_steps(*keep_latest([(part.steps, part.mean) for part in parts])), 1))
         else:
@@ -241,12 +252,12 @@ def _read(store: MetricStore, wanted: Sequence[tuple[_Piece, int]], first: int, 
     for (column, level), indices in groups.items():
         paths = [_file(wanted[index][0], level) for index in indices]
         try:
-            found = _query(store, paths, column, level)
+            loaded = _query(store, paths, column, level)
         except duckdb.Error:
             bad = [path for path in paths if not _is_readable(store, path, column, level)]
             damaged += bad or paths
             continue
-        for index, path, buckets in zip(indices, paths, found, strict=True):
+        for index, path, buckets in zip(indices, paths, loaded, strict=True):
             piece = wanted[index][0]
             if not _is_as_written(piece.range, buckets, level):
                 damaged.append(path)
