@@ -145,6 +145,6 @@ def test_wandb_offline_files_have_every_metric_and_image(lab: Lab, recipe: Calla
         rows = [(row["step"], row[key]) for row in found["rows"] if key in row]
         assert [step for step, _ in rows] == metrics[key][0].tolist()
         assert [value for _, value in rows] == pytest.approx(metrics[key][1].tolist())
-    (image,) = (row["grid"] for row in found["rows"] if "grid" in row or "grid/path" in row)
-    assert image["_type"] == "image-file"
+    images = [row for row in found["rows"] if "grid/_type" in row]
+    assert [(row["grid/_type"], row["step"]) for row in images] == [("image-file", 2)]
     assert found["config"]["train"]["steps"] == 4

@@ -108,7 +108,7 @@ class _Chosen:
 def _explain_document(run: RunFolder, explainer: Explainer, text: str, json: bool) -> None:
     chosen = _chosen(explainer, text)
     last = summarize(run).step
-    found: dict[int, list[tuple[str, int]]] = {}
+    by_step: dict[int, list[tuple[str, int]]] = {}
     with terminal_bars("{task.description}", "Bar", "TaskProgress") as bars:
         for pick in chosen:
             task = bars.add_task("steps", total=last) if sys.stderr.isatty() else None
@@ -119,21 +119,21 @@ def _explain_document(run: RunFolder, explainer: Explainer, text: str, json: boo
 
             name = explainer.corpus.names[pick.dataset]
             for step, documents in explainer.steps(pick.dataset, pick.documents, last, show).items():
-                found.setdefault(step, []).extend((name, number) for number in documents)
+                by_step.setdefault(step, []).extend((name, number) for number in documents)
     count = sum(len(pick.documents) for pick in chosen)
     if json:
-        rows = [{"step": step, "documents": [number for _, number in found[step]]} for step in sorted(found)]
+        rows = [{"step": step, "documents": [number for _, number in by_step[step]]} for step in sorted(by_step)]
         print_json({"run": run.name, "document": text, "documents": count, "until_step": last, "steps": rows})
         return
     print(f"{text}: {plural(count, 'document')}; steps 1 to {last:,} of {run.name}")
-    if not found:
+    if not by_step:
         print("no step has trained on it: it is held out, or still to come")
         return
-    steps = sorted(found)
+    steps = sorted(by_step)
     print(f"trained on in {plural(len(steps), 'step')}\n")
     print(f"{'step':>9}  documents")
     for step in steps[:MOST_STEPS]:
-        numbers = ", ".join(f"{number:,}" for _, number in sorted(found[step]))
+        numbers = ", ".join(f"{number:,}" for _, number in sorted(by_step[step]))
         print(f"{step:>9,}  {shortened(numbers, columns() - 12)}")
     if len(steps) > MOST_STEPS:
         print(f"{'':>9}  {len(steps) - MOST_STEPS:,} more (--json lists all)")

@@ -36,15 +36,15 @@ def lineage(
     key = find(graph, root, what)
     up, down = tree(graph, key, "up"), tree(graph, key, "down")
     if json:
-        print_json({**_facts(up), "came_from": [_document(one) for one in up.branches],
-                    "became": [_document(one) for one in down.branches]})  # fmt: skip
+        print_json({**_facts(up), "came_from": [_document(child) for child in up.branches],
+                    "became": [_document(child) for child in down.branches]})  # fmt: skip
         return
     print(_label(up))
     for title, branches in (("came from", up.branches), ("became", down.branches)):
         print(f"\n{title}{'' if branches else ': nothing recorded'}")
         print(
             "\n".join(
-                line for place, one in enumerate(branches) for line in _lines(one, "", place + 1 == len(branches))
+                line for place, child in enumerate(branches) for line in _lines(child, "", place + 1 == len(branches))
             )
         )
 
@@ -53,8 +53,8 @@ def _lines(branch: Branch, indent: str, last: bool) -> Iterator[str]:
     text = f"{_label(branch)}{f'  ({branch.how})' if branch.how else ''}{'  (above)' if branch.repeated else ''}"
     width = columns() - len(indent) - 3
     yield f"{indent}{'`- ' if last else '|- '}{shortened(text, width)}"
-    for place, one in enumerate(branch.branches):
-        yield from _lines(one, f"{indent}{'   ' if last else '|  '}", place + 1 == len(branch.branches))
+    for place, child in enumerate(branch.branches):
+        yield from _lines(child, f"{indent}{'   ' if last else '|  '}", place + 1 == len(branch.branches))
 
 
 def _label(branch: Branch) -> str:
@@ -81,5 +81,5 @@ def _document(branch: Branch) -> dict[str, Any]:
     return (
         document | {"repeated": True}
         if branch.repeated
-        else document | {"branches": [_document(one) for one in branch.branches]}
+        else document | {"branches": [_document(child) for child in branch.branches]}
     )

@@ -7,7 +7,7 @@ from headway.cli.text import plural, print_json, shortened
 from headway.errors import UsageError
 from headway.state import find_checkpoint, open_checkpoint
 from headway.track import find_run, split_ref
-from headway.track.registry import NamedModel, add_note, as_document, read_registry, remove_name, tag
+from headway.track.registry import RegisteredModel, add_note, as_document, read_registry, remove_name, tag
 
 
 def tag_checkpoint(root: Path, model: str, name: str, note: str | None, json: bool) -> None:
@@ -59,7 +59,7 @@ def remove_named(root: Path, name: str, json: bool) -> None:
         print(f"{name} was {entry.run}@{entry.step}, which no longer has this name")
 
 
-def _rows(names: dict[str, NamedModel]) -> list[str]:
+def _rows(names: dict[str, RegisteredModel]) -> list[str]:
     table = [("name", "model", "since", "note")]
     for name, entry in sorted(names.items()):
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.at))

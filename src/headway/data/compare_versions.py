@@ -80,9 +80,9 @@ def compare_versions(
     if not same_tokenizer:
         return diff
     total = sum(diff.documents)
-    mine, theirs = (_hashes(dataset, start, total, progress)
+    first_hashes, second_hashes = (_hashes(dataset, start, total, progress)
                     for dataset, start in ((first, 0), (second, diff.documents[0])))  # fmt: skip
-    left, right = list(mine), list(theirs)
+    left, right = list(first_hashes), list(second_hashes)
     counts = Counter(left), Counter(right)
     common = (counts[0] & counts[1]).total()
     removed = _missing(first, left, counts[1])
@@ -131,8 +131,8 @@ def _files(recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def _settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    mine, theirs = (record.get("options") for record in (first, second))
-    if not isinstance(mine, dict) or not isinstance(theirs, dict):
+    before, after = (record.get("options") for record in (first, second))
+    if not isinstance(before, dict) or not isinstance(after, dict):
         return {}
-    keys = dict.fromkeys([*mine, *theirs])
-    return {key: (mine.get(key), theirs.get(key)) for key in keys if mine.get(key) != theirs.get(key)}
+    keys = dict.fromkeys([*before, *after])
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}

@@ -105,13 +105,13 @@ class Explainer:
         """Return, for each step up to `last_step` that trained on any of these documents, which it did."""
         by_window = self._windows_of(dataset, documents)
         wanted = np.array(sorted(by_window), np.int64)
-        found: dict[int, set[int]] = {}
+        by_step: dict[int, set[int]] = {}
         for first, ids, steps in self._in_order(last_step):
             hits = np.flatnonzero(np.isin(ids, wanted))
             for hit in hits.tolist():
-                found.setdefault(int(steps[hit]), set()).update(by_window[int(ids[hit])])
+                by_step.setdefault(int(steps[hit]), set()).update(by_window[int(ids[hit])])
             progress(first)
-        return {step: sorted(found[step]) for step in sorted(found)}
+        return {step: sorted(by_step[step]) for step in sorted(by_step)}
 
     def _in_order(self, last_step: int) -> Iterator[tuple[int, Ids, Ids]]:
         """Yield (last step, windows, their steps) of stretches of steps; of a step, the rows in any order."""

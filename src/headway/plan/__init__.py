@@ -3,7 +3,7 @@
 Pure arithmetic. Only what other packages need at every start is imported here.
 """
 
-from headway.callable_package import make_callable
+import headway.callable_package
 from headway.plan.flops import flops_per_token, flops_per_token_full_attention, matmul_parameters, parameters
 
 __all__ = [
@@ -13,4 +13,4 @@ __all__ = [
     "parameters",
 ]
 
-make_callable(__name__)
+headway.callable_package.make_callable(__name__)

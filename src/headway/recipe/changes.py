@@ -12,13 +12,10 @@ from headway.recipe.sample_settings import SampleGrid
 from headway.recipe.schema import Checkpoint, Eval, Health, Parallel, Recipe, Store
 from headway.recipe.track import MLflow, TensorBoard, Track, Wandb, Webhook
 
+_TRACKERS = {"mlflow": MLflow, "wandb": Wandb, "tensorboard": TensorBoard, "webhook": Webhook}
 _TRACK = (
-    "track",
-    *(f"track.{key}" for key in Track.model_fields),
-    *(f"track.mlflow.{key}" for key in MLflow.model_fields),
-    *(f"track.wandb.{key}" for key in Wandb.model_fields),
-    *(f"track.tensorboard.{key}" for key in TensorBoard.model_fields),
-    *(f"track.webhook.{key}" for key in Webhook.model_fields),
+    *(f"track.{key}" for key in Track.model_fields if key not in _TRACKERS),
+    *(f"track.{name}.{key}" for name, section in _TRACKERS.items() for key in section.model_fields),
 )
 
 CHANGEABLE = {
@@ -121,7 +118,7 @@ def changeable_keys() -> list[str]:
 
 
 def _is_changeable(key: str) -> bool:
-    return _ANY_DATA_SET.sub("data.mixture.*.", key) in CHANGEABLE
+    return key.partition(".")[0] == "track" or _ANY_DATA_SET.sub("data.mixture.*.", key) in CHANGEABLE
 
 
 def _new_run(key: str, value: Any, run: str | None, steps: int | None, train_command: Callable[[str], str]) -> str:

@@ -99,10 +99,10 @@ def fetch_data(ref: HubRef) -> list[Path]:
 
 def hub_sources(sources: Sequence[str]) -> list[str]:
     """Return sources of a dataset with those on the Hub replaced by their files."""
-    found = list[str]()
+    paths = list[str]()
     for source in sources:
-        found += [str(path) for path in fetch_data(parse_hub(source))] if is_hub(source) else [source]
-    return found
+        paths += [str(path) for path in fetch_data(parse_hub(source))] if is_hub(source) else [source]
+    return paths
 
 
 def _snapshot(ref: HubRef, kind: str, patterns: list[str]) -> Path:

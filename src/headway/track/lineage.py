@@ -304,8 +304,8 @@ def _checkpoint(graph: Graph, run: RunFolder, step: int, digest: str | None = No
     identity, path = run_id(run), run.checkpoints / f"step-{step:08d}"
     node = Node("checkpoint", f"{identity}@{step}", f"{run.name}@{step}")
     if node.key not in graph.nodes or digest is not None:
-        found = _json(path / "manifest.json").get("digest") if digest is None else digest
-        facts: dict[str, Any] = {"digest": found}
+        recorded = _json(path / "manifest.json").get("digest") if digest is None else digest
+        facts: dict[str, Any] = {"digest": recorded}
         if not (path / "manifest.json").is_file():
             facts["missing"] = True
         graph.add(Node(node.kind, node.id, node.name, facts))

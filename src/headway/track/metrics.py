@@ -92,11 +92,11 @@ def read_metrics(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str,
 
 def beside_steps(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str, Series]:
     """Return the metrics that are not in the records of steps, of tasks and of `hw.log`, by default all of them."""
-    found = _tasks(run)
+    series = _tasks(run)
     if logged := user_records(run):
         leaders = [read_ends(path) for path in run.events.glob("*-rank-0.jsonl")]
-        found = logged_series(logged, kept_until(leaders), keys) | found
-    return {key: found[key] for key in (found if keys is None else keys) if key in found}
+        series = logged_series(logged, kept_until(leaders), keys) | series
+    return {key: series[key] for key in (series if keys is None else keys) if key in series}
 
 
 def _tasks(run: RunFolder) -> dict[str, Series]:

@@ -50,7 +50,7 @@ class Tagged(_Entry):
     at: float
 
 
-class NamedModel(_Entry):
+class RegisteredModel(_Entry):
     """A name, what it stands for now, what it stood for before, and notes."""
 
     run: str
@@ -67,10 +67,10 @@ class NamedModel(_Entry):
 
 class _Registry(_Entry):
     format: Literal[1] = 1
-    names: dict[str, NamedModel] = {}
+    names: dict[str, RegisteredModel] = {}
 
 
-def read_registry(root: Path) -> dict[str, NamedModel]:
+def read_registry(root: Path) -> dict[str, RegisteredModel]:
     """Return all names beside the runs in a folder; raise RunError for a damaged file."""
     path = root / FILE
     try:
@@ -85,19 +85,19 @@ def read_registry(root: Path) -> dict[str, NamedModel]:
 
 def tag(
     root: Path, name: str, run: RunFolder, step: int, digest: str, *, now: Callable[[], float] = time.time
-) -> NamedModel:
+) -> RegisteredModel:
     """Give a checkpoint a name, taking it from the one that had it; its notes stay."""
     check_name(name)
     if (root / name / "events").is_dir():
         raise UsageError(f"{name} is a run, so no model can be named so", hint="choose another name")
     identity = run_id(run)
 
-    def change(names: dict[str, NamedModel]) -> NamedModel:
+    def change(names: dict[str, RegisteredModel]) -> RegisteredModel:
         old = names.get(name)
         if old is not None and (old.run_id, old.step, old.digest) == (identity, step, digest):
             return old
         before = () if old is None else (_past(old), *old.before)
-        names[name] = NamedModel(
+        names[name] = RegisteredModel(
             run=run.name, run_id=identity, step=step, digest=digest, at=now(),
             notes=() if old is None else old.notes, before=before[:MOST_HISTORY],
         )  # fmt: skip
@@ -106,12 +106,12 @@ def tag(
     return _changed(root, change)
 
 
-def add_note(root: Path, name: str, text: str, *, now: Callable[[], float] = time.time) -> NamedModel:
+def add_note(root: Path, name: str, text: str, *, now: Callable[[], float] = time.time) -> RegisteredModel:
     """Add a note to a name."""
     if not text.strip() or len(text) > LONGEST_NOTE:
         raise UsageError(f"a note has 1 to {LONGEST_NOTE:,} characters, this one {len(text):,}")
 
-    def change(names: dict[str, NamedModel]) -> NamedModel:
+    def change(names: dict[str, RegisteredModel]) -> RegisteredModel:
         old = _known(root, names, name)
         notes = (*old.notes, Note(at=now(), text=text))[-MOST_NOTES:]
         names[name] = old.model_copy(update={"notes": notes})
@@ -120,7 +120,7 @@ def add_note(root: Path, name: str, text: str, *, now: Callable[[], float] = tim
     return _changed(root, change)
 
 
-def remove_name(root: Path, name: str) -> NamedModel:
+def remove_name(root: Path, name: str) -> RegisteredModel:
     """Remove a name; the checkpoint stays until its run removes it."""
     return _changed(root, lambda names: (_known(root, names, name), names.pop(name))[1])
 
@@ -162,7 +162,7 @@ def check_name(name: str) -> None:
         )
 
 
-def _known(root: Path, names: dict[str, NamedModel], name: str) -> NamedModel:
+def _known(root: Path, names: dict[str, RegisteredModel], name: str) -> RegisteredModel:
     if name not in names:
         lists = command(root, "model", "ls")
         hint = suggest(name, names, f"{lists} lists all") if names else "headway model tag RUN@STEP NAME makes one"
@@ -170,11 +170,11 @@ def _known(root: Path, names: dict[str, NamedModel], name: str) -> NamedModel:
     return names[name]
 
 
-def _past(entry: NamedModel) -> Tagged:
+def _past(entry: RegisteredModel) -> Tagged:
     return Tagged(run=entry.run, run_id=entry.run_id, step=entry.step, digest=entry.digest, at=entry.at)
 
 
-def _changed(root: Path, change: Callable[[dict[str, NamedModel]], T]) -> T:
+def _changed(root: Path, change: Callable[[dict[str, RegisteredModel]], T]) -> T:
     """Change the names under the lock, and write them atomically."""
     create_private_folder(root)
     with _locked(root):
@@ -194,7 +194,7 @@ def _changed(root: Path, change: Callable[[dict[str, NamedModel]], T]) -> T:
     return result
 
 
-def _held(names: dict[str, NamedModel]) -> set[tuple[str, int]]:
+def _held(names: dict[str, RegisteredModel]) -> set[tuple[str, int]]:
     return {(entry.run, entry.step) for entry in names.values()}
 
 
@@ -220,6 +220,6 @@ def _locked(root: Path) -> Iterator[None]:
         os.close(file)
 
 
-def as_document(name: str, entry: NamedModel) -> dict[str, Any]:
+def as_document(name: str, entry: RegisteredModel) -> dict[str, Any]:
     """Return a name as JSON."""
     return {"name": name, "model": f"{entry.run}@{entry.step}", **entry.model_dump()}

@@ -1,5 +1,5 @@
 """The trainer: `loop.py` is the training step, `build.py` builds its parts, `worker.py` is the process."""
 
-from headway.callable_package import make_callable
+import headway.callable_package
 
-make_callable(__name__)
+headway.callable_package.make_callable(__name__)

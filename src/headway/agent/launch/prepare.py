@@ -441,9 +441,9 @@ def _open_data(recipe: Recipe) -> Corpus | MediaCorpus:
 
 def _digests(recipe: Recipe, checkpoint: str | None) -> dict[str, str]:
     """Return the digests of what a run begins from, as far as manifests have them."""
-    found = {"from": checkpoint, "init": recipe.model.init, "teacher": getattr(recipe.objective, "teacher", None)}
+    addresses = {"from": checkpoint, "init": recipe.model.init, "teacher": getattr(recipe.objective, "teacher", None)}
     digests = {} if recipe.lora is None or recipe.lora.base is None else {"init": recipe.lora.base}
-    for name, address in found.items():
+    for name, address in addresses.items():
         if address and (is_in_store(address) or (Path(address) / MANIFEST).is_file()):
             digests[name] = open_address(address).manifest.digest
     return digests

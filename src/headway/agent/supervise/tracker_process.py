@@ -23,7 +23,7 @@ class TrackerProcess:
         self._names = [] if settings is None else settings.names()
         self._process: subprocess.Popen[bytes] | None = None
         self._pause_s, self._next = FIRST_PAUSE_S, clock()
-        self._said = dict[str, str | None]()
+        self._reported = dict[str, str | None]()
 
     def tick(self, recorder: Recorder) -> None:
         """Start the process if it is not there, and record a tracker's trouble once."""
@@ -40,11 +40,11 @@ class TrackerProcess:
                 self._process = self._start()
         for name in self._names:
             trouble = self._trouble(name)
-            if trouble and self._said.get(name) is None:
+            if trouble and self._reported.get(name) is None:
                 recorder.event("tracker", name=name, text=trouble)
-            elif self._said.get(name) is not None and trouble is None:
+            elif self._reported.get(name) is not None and trouble is None:
                 recorder.event("tracker", name=name, text=f"{name} receives the run's metrics again")
-            self._said[name] = trouble
+            self._reported[name] = trouble
 
     @property
     def pid(self) -> int | None:

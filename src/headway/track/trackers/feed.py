@@ -37,8 +37,8 @@ class EventFeed:
                 yield batch
 
     def _paths(self) -> list[Path]:
-        found = [path for path in self._run.events.glob("*.jsonl") if _is_sent(path)]
-        return sorted(found, key=lambda path: (path.name.partition("-")[0], not path.name.endswith("-agent.jsonl")))
+        paths = [path for path in self._run.events.glob("*.jsonl") if _is_sent(path)]
+        return sorted(paths, key=lambda path: (path.name.partition("-")[0], not path.name.endswith("-agent.jsonl")))
 
     def _read(self, path: Path) -> list[Sent] | None:
         offset = self.offsets.get(path.name, 0)
