@@ -10,9 +10,10 @@ from headway.recipe.load import leaves
 from headway.recipe.model import ModelLayout
 from headway.recipe.sample_settings import SampleGrid
 from headway.recipe.schema import Checkpoint, Eval, Health, Parallel, Recipe, Store
+from headway.recipe.section import Section
 from headway.recipe.track import MLflow, TensorBoard, Track, Wandb, Webhook
 
-_TRACKERS = {"mlflow": MLflow, "wandb": Wandb, "tensorboard": TensorBoard, "webhook": Webhook}
+_TRACKERS: dict[str, type[Section]] = {"mlflow": MLflow, "wandb": Wandb, "tensorboard": TensorBoard, "webhook": Webhook}
 _TRACK = (
     *(f"track.{key}" for key in Track.model_fields if key not in _TRACKERS),
     *(f"track.{name}.{key}" for name, section in _TRACKERS.items() for key in section.model_fields),
