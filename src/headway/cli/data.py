@@ -143,7 +143,7 @@ def build_command(
     force: Annotated[bool, typer.Option("--force", help="Replace a dataset of another version.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Build a dataset from text, JSONL or Parquet files, or from images or video.
+    """Build a dataset from text, JSONL, Parquet, images or video.
 
     JSONL may be plain, gzip or zstd. With --chat, rows are conversations, prompts with completions, or pairs of a
     chosen and a rejected answer, rendered by the chat template of a model's folder; with --prompts too, prompts with

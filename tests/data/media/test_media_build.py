@@ -105,6 +105,7 @@ def test_index_of_video_says_what_is_in_the_file(tmp_path: Path) -> None:
     assert index.frames.tolist() == [30, 20]
 
 
+@pytest.mark.slow
 def test_same_bytes_from_any_folder_order_and_number_of_processes(images: Path, tmp_path: Path) -> None:
     first = build(tmp_path / "a", images / "**/*.png", shard_bytes=900)
     moved = images.rename(tmp_path / "elsewhere")

@@ -69,7 +69,11 @@ def in_rgb(frame: av.VideoFrame, width: int | None = None, height: int | None = 
     return frame.reformat(width, height, "rgb24", interpolation=flags).to_ndarray()
 
 
-@pytest.mark.parametrize("name", VIDEOS)
+MORE = ("fragmented", "with audio", "Matroska", "MPEG-2", "no container", "HEVC", "VP9", "Motion JPEG", "GIF", "plain")
+"""Left to the slow tests."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in MORE else []) for n in VIDEOS])
 def test_frames_are_found_by_number(name: str) -> None:
     """Any frame, alone: by the number that it shows, and to the bit as a decode from the start gives it."""
     content = make_video(40, **VIDEOS[name])
@@ -83,7 +87,7 @@ def test_frames_are_found_by_number(name: str) -> None:
         assert np.array_equal(pixels[0], expected[number])
 
 
-@pytest.mark.parametrize("name", ["open groups", "interlaced", "Matroska", "MPEG-2", "no container"])
+@pytest.mark.parametrize("name", ["open groups", "interlaced"])
 def test_samples_decoded_together_equal_those_decoded_alone(name: str) -> None:
     content = make_video(40, **VIDEOS[name])
     clip, expected = clip_of(content), all_frames(content)

@@ -56,7 +56,7 @@ def test_motion_tells_still_from_moving_video() -> None:
     assert values[0] < 1 < 10 < values[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 12), st.integers(0, 1 << 30))
 def test_near_duplicates_are_those_of_brute_force(most: int, seed: int) -> None:
     generator = random.Random(seed)

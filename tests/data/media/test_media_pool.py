@@ -59,6 +59,7 @@ def test_processes_give_the_samples_of_this_process_after_kills(clips: Path) -> 
         assert pool.decoders.replaced >= 1
 
 
+@pytest.mark.slow
 def test_a_hung_decoder_is_replaced(clips: Path) -> None:
     dataset, order = opened(clips)
     expected = MediaReader(dataset, order).read(order.numbers(0))
@@ -81,6 +82,7 @@ def test_a_hung_decoder_is_replaced(clips: Path) -> None:
     assert np.array_equal(second, expected.pixels[0])
 
 
+@pytest.mark.slow
 def test_any_step_can_be_read_next(clips: Path) -> None:
     dataset, order = opened(clips)
     reader = MediaReader(dataset, order)
@@ -121,6 +123,7 @@ def test_groups_of_pictures_are_decoded_once_per_window(clips: Path, monkeypatch
     assert len(opened_files) == 1
 
 
+@pytest.mark.slow
 def test_memory_is_limited(tmp_path: Path) -> None:
     (tmp_path / "big.mp4").write_bytes(make_video(8, size=(1920, 1080), options={"bf": "0"}))
     build_media(tmp_path / "data", [tmp_path / "*.mp4"], MediaOptions("video"))
@@ -135,6 +138,7 @@ def test_memory_is_limited(tmp_path: Path) -> None:
         pool.read(0)
 
 
+@pytest.mark.slow
 def test_a_request_that_ends_every_process_fails(clips: Path) -> None:
     with DecoderProcesses(1, DecoderLimits(memory_mb=8)) as decoders:  # too little to start Python
         with pytest.raises(RequestFailed, match="3 decoder processes in turn ended with status"):

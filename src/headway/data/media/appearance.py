@@ -98,6 +98,6 @@ def perceptual_hash(small: Gray) -> int:
     return int(sum(1 << place for place in np.flatnonzero(bits).tolist()))
 
 
-def hash_distance(one: str, other: str) -> int:
+def hash_distance(first: str, second: str) -> int:
     """Return in how many bits two hashes differ."""
-    return (int(one, 16) ^ int(other, 16)).bit_count()
+    return (int(first, 16) ^ int(second, 16)).bit_count()
