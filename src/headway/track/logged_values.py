@@ -36,7 +36,7 @@ _IMAGES = {b"\x89PNG\r\n\x1a\n": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif
 """Beginnings of image files, with their suffix."""
 
 
-class Media(ABC):
+class LoggedFile(ABC):
     """A value that becomes a file; the caller's data is copied when it is made, and encoded in another thread."""
 
     kind: MediaKind
@@ -53,7 +53,7 @@ class Media(ABC):
 
 
 @dataclass(frozen=True, init=False)
-class Image(Media):
+class Image(LoggedFile):
     """A picture: an array (height, width[, 1, 3 or 4]) of bytes or of floats from 0 to 1, a Pillow image, or a file."""
 
     kind = "image"
@@ -83,7 +83,7 @@ class Image(Media):
 
 
 @dataclass(frozen=True, init=False)
-class Audio(Media):
+class Audio(LoggedFile):
     """A sound: samples (time[, channels]) as floats from -1 to 1 or 16-bit integers, and their rate in Hz."""
 
     kind = "audio"
@@ -123,7 +123,7 @@ class Audio(Media):
 
 
 @dataclass(frozen=True, init=False)
-class Table(Media):
+class Table(LoggedFile):
     """Rows of numbers, texts, booleans and None under named columns."""
 
     kind = "table"
@@ -151,7 +151,7 @@ class Table(Media):
 
 
 @dataclass(frozen=True, init=False)
-class Artifact(Media):
+class Artifact(LoggedFile):
     """Any file; a copy of it is kept with the run, and its sha256."""
 
     kind = "artifact"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from headway.errors import HeadwayError, RunError, UsageError, plural
 from headway.track.events import Record, Recorder, read_record, record_path
-from headway.track.logged_values import Media, MediaKind, to_number
+from headway.track.logged_values import LoggedFile, MediaKind, to_number
 from headway.track.runs import RunFolder
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class UserLog:
         self._folder, self._attempt, self._process = RunFolder(run), attempt, process
         self._recorder: Recorder | None = None
         self._failed = False
-        self._queue: queue.SimpleQueue[tuple[int, str, Media] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, str, LoggedFile] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._waiting, self._lock, self._number = _Waiting(), threading.Lock(), 0
 
@@ -106,7 +106,7 @@ class UserLog:
                 print(f"warning: nothing is logged: {error.message}", file=sys.stderr)
         return self._recorder
 
-    def _enqueue(self, step: int, key: str, value: Media) -> None:
+    def _enqueue(self, step: int, key: str, value: LoggedFile) -> None:
         with self._lock:
             full = self._waiting.files >= WAITING_FILES or self._waiting.bytes + value.size > WAITING_BYTES
             if full and self._waiting.files:
@@ -135,7 +135,7 @@ class UserLog:
                 text = f"{plural(dropped, 'logged file')} dropped: more than the disk takes"
                 self._recorder.event("log", message=text)
 
-    def _written(self, step: int, key: str, value: Media) -> dict[str, Any]:
+    def _written(self, step: int, key: str, value: LoggedFile) -> dict[str, Any]:
         """Write a file that did not exist; return what its event says."""
         suffix, data = value.encode()
         self._number += 1
@@ -219,18 +219,18 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
     print(f"hw.log outside of a run: {', '.join(shown)}", file=sys.stderr)
 
 
-def sorted_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Media]]:
+def sorted_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, LoggedFile]]:
     """Return numbers and media by key; raise UsageError for a key or a value that cannot be logged."""
     if not isinstance(values, Mapping):
         raise UsageError(f"hw.log takes a dict, not a {type(values).__name__}", hint='hw.log({"my/value": 1.0})')
-    numbers, media = dict[str, float](), dict[str, Media]()
+    numbers, media = dict[str, float](), dict[str, LoggedFile]()
     for key, value in values.items():
         if not isinstance(key, str) or not _KEY.fullmatch(key) or ".." in key:
             raise UsageError(
                 f"hw.log: invalid key {key!r}",
                 hint="up to 100 letters, digits, spaces and . / _ - @; it starts with a letter or digit",
             )
-        if isinstance(value, Media):
+        if isinstance(value, LoggedFile):
             media[key] = value
         elif (number := to_number(value)) is not None:
             numbers[key] = number
