@@ -409,7 +409,7 @@ def diff_command(
     second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
     as_json: Json = False,
 ) -> None:
-    """Compare two datasets: sources, options, documents, shards and tokens.
+    """Compare the sources, documents and tokens of two datasets.
 
     Exits with 0 if they are the same version, 1 if not.
     """
