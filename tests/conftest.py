@@ -26,7 +26,7 @@ settings.register_profile(
     derandomize="HEADWAY_TEST_ALL" not in os.environ,
 )
 settings.load_profile("patient")
-pytest_plugins = ["cpu_time"]
+pytest_plugins = ["cpu_time", "dashboard_clients"]
 pytest.register_assert_rewrite("engine_suite")  # which is imported by the files of the engines' tests
 # Before anything imports a kernel: without a GPU, Triton's own interpreter runs them.
 if shutil.which("nvidia-smi") is None:

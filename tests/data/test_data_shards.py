@@ -209,8 +209,11 @@ def test_a_manifest_that_names_files_elsewhere(folder):
 
 
 def test_a_manifest_of_another_format_or_none(folder):
-    change(folder, format=3)
-    with pytest.raises(DataError, match="format 3; this version of Headway reads 1 and 2"):
+    change(folder, format=4)
+    with pytest.raises(DataError, match="format 4; this version of Headway reads 1 to 3"):
+        open_dataset(folder)
+    change(folder, format=3, kind="video")
+    with pytest.raises(DataError, match="holds data of kind video, not text"):
         open_dataset(folder)
     for content in ("[]", "{", ""):
         (folder / "manifest.json").write_text(content)

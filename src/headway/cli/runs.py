@@ -175,7 +175,7 @@ def delete_command(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Delete runs with their checkpoints; live and submitted ones are refused."""
+    """Delete runs and their checkpoints, unless live or submitted."""
     folders = match_runs(runs_root(runs), names)
     size = sum(size_of(folder) for folder in folders)
     what = f"{plural(len(folders), 'run')} ({first_names([folder.name for folder in folders])}), {byte_size(size)}"

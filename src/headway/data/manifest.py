@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> DatasetManifest:
     if version not in (FORMAT, CHAT_FORMAT):
         hint = "use the version of Headway that built it"
         raise DataError(
-            f"{path} has format {version}; this version of Headway reads {FORMAT} and {CHAT_FORMAT}", hint=hint
+            f"{path} has format {version}; this version of Headway reads {FORMAT} to {MEDIA_FORMAT}", hint=hint
         )
     try:
         manifest = _parse(content)
