@@ -37,7 +37,7 @@ def main() -> int:
 def compared() -> Iterator[tuple[str, float, float]]:
     """Yield the largest difference of outputs and of gradients, of every case of the tests."""
     sys.path.insert(0, str(TESTS))
-    tests = importlib.import_module("test_diffusion")
+    tests = importlib.import_module("test_diffusion_models")
     for case in FEATURES:
         with tempfile.TemporaryDirectory() as folder:
             ours, theirs, got, want = tests.compared(case, Path(folder))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
-from test_diffusion import randomize, run_wan, wan, wan_inputs
+from test_diffusion_models import randomize, run_wan, wan, wan_inputs
 
 from headway.models import init_weights, load_into
 from headway.models.diffusion import empty_transformer

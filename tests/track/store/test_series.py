@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eventually import eventually
 from headway.track import create_run, read_metrics, record_path
 from headway.track.store import SeriesView, metric_keys, read_series
 from headway.track.store.at_end import compact_in_background
@@ -234,8 +235,7 @@ def test_run_that_ended_is_compacted_by_another_process(tmp_path, monkeypatch):
     assert not compact_in_background(run), "not worth a process"
     monkeypatch.setattr("headway.track.store.at_end.WORTH_BYTES", 1)
     assert compact_in_background(run)
-    os.wait()
-    assert list(run.events.glob("*.parquet"))
+    assert eventually(lambda: list(run.events.glob("*.parquet")))
     assert MetricStore().compact(run) == 1
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     assert not compact_in_background(run)
