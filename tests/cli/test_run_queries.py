@@ -17,6 +17,7 @@ from headway.cli.plot import draw
 from headway.errors import RunError, UsageError
 from headway.recipe import Data, Recipe
 from headway.track import RunFolder, lock_run, run_id, write_json
+from headway.track.registry import remove_name, tag
 from headway.track.store import read_series
 from track_runs import plain_run
 
@@ -96,6 +97,25 @@ def test_delete_asks_and_refuses_live_runs(root):
     assert "cannot delete: run b is in use" in result.exception.message
     assert call(root, "runs", "delete", "a", "c", "--yes").output.startswith("deleted 2 runs (a, c), ")
     assert sorted(path.name for path in root.iterdir()) == ["b"]
+
+
+def test_what_changes_runs_takes_whole_names(root):
+    (root / "b").rename(root / "best")
+    for words in (["delete", "b", "--yes"], ["archive", "b"], ["rename", "b", "z"]):
+        result = call(root, "runs", *words)
+        assert isinstance(result.exception, RunError), words
+        assert result.exception.hint == "give the whole name: best?"
+    assert sorted(path.name for path in root.iterdir()) == ["a", "best", "c"]
+
+
+def test_run_with_a_named_model_is_not_deleted(root):
+    tag(root, "prod", RunFolder(root / "a"), 2, "aa")
+    result = call(root, "runs", "delete", "a", "--yes")
+    assert isinstance(result.exception, RunError)
+    assert result.exception.message == "run a has a named model: prod is a@2"
+    assert "model remove prod" in str(result.exception.hint)
+    remove_name(root, "prod")
+    assert call(root, "runs", "delete", "a", "--yes").output.startswith("deleted 1 run (a), ")
 
 
 def test_compare_names_a_cause_only_if_one_key_differs(root):

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from starlette.testclient import TestClient
 from written_runs import STARTUP_NS, STEP_NS, WALL, falling, lines, opening, step, write_broken_run, write_run
 
 from headway.data import BuildOptions, build_dataset
+from headway.data.media.build import MediaOptions, build_media
 
 OF_A_RUN = ["run", "ledger", "recipe", "logs", "stacks", "samples", "rollouts", "compare"]
 
@@ -192,6 +194,13 @@ def test_losses_that_are_no_numbers_are_gaps(client: TestClient, runs: Path) -> 
 )  # fmt: skip
 def test_wrong_questions_are_refused(client: TestClient, params: dict[str, Any]) -> None:
     assert ask(client, "series", 400, **params)["error"]
+
+
+def test_dataset_of_images_names_the_command_that_draws_them(client: TestClient, tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    build_media(tmp_path / "data" / "pictures", [str(tmp_path / "*.png")], MediaOptions("image"))
+    (dataset,) = ask(client, "datasets")["datasets"]
+    assert dataset["problem"].startswith("1 image: headway data show ")
 
 
 def test_dataset_shows_what_the_loss_counts(client: TestClient, runs: Path, tmp_path: Path) -> None:

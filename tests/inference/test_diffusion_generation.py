@@ -1,14 +1,19 @@
 """Generated samples depend on seed and number alone; conditions that a model does not have are refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from headway.errors import ModelError
 from headway.inference.diffusion import Generator, SamplingSettings
+from headway.inference.load import load_run
 from headway.models import init_weights
 from headway.models.diffusion import Conditioning, empty_transformer
 from headway.recipe.diffusion import Ddpm, Flow
 from headway.recipe.families.dit import DiT
+from headway.recipe.load import load_recipe
+from headway.track import RunFolder
 
 MODEL = DiT(family="dit", in_channels=3, patch=2, layers=1, dim=16, heads=2, num_classes=3)
 
@@ -57,3 +62,13 @@ def test_guidance_of_one_is_the_conditional_model_alone(module) -> None:
 def test_classes_that_the_model_does_not_have_are_refused(module) -> None:
     with pytest.raises(ModelError, match="there is no class 3"):
         generator_of(module).generate([3], (1, 4, 4), SamplingSettings(1, 1.0))
+
+
+def test_a_diffusion_model_is_not_served_as_text(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "digits")
+    run.path.mkdir()
+    recipe = load_recipe(Path(__file__).resolve().parents[2] / "recipes" / "images.toml")
+    run.recipe_file.write_text(recipe.model_dump_json())
+    with pytest.raises(ModelError, match="digits is a diffusion model") as raised:
+        load_run(run, tmp_path / "none")
+    assert "headway sample" in str(raised.value.hint)

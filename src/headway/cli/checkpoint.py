@@ -23,6 +23,7 @@ from headway.cli.options import Json, Runs, complete_run
 from headway.cli.text import byte_size, plural, print_json
 from headway.errors import DamagedState, DataError, HeadwayError, ModelError, StateError, UsageError
 from headway.recipe import Model, Recipe
+from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.huggingface import read_model
 from headway.recipe.upgrade import upgrade_recipe
 from headway.state import OpenCheckpoint, find_checkpoint, list_checkpoints, open_checkpoint, verify_checkpoint
@@ -210,7 +211,10 @@ def export_command(
     else:
         print(f"{folder}: {checkpoint.label}{', EMA weights' if ema else ''}, {plural(len(weights), 'tensor')}")
         auto = "AutoModelForSequenceClassification" if recipe.model.reward else "AutoModelForCausalLM"
-        print(f"next: transformers.{auto}.from_pretrained({str(folder)!r})")
+        if isinstance(recipe.model, DiffusionModel):
+            print(f"next: diffusers.{recipe.model.to_config(0)['_class_name']}.from_pretrained({str(folder)!r})")
+        else:
+            print(f"next: transformers.{auto}.from_pretrained({str(folder)!r})")
 
 
 @app.command("merge")

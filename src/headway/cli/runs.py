@@ -29,7 +29,7 @@ from headway.track.store import (
     value_of,
     write_labels,
 )
-from headway.track.store.edits import delete_run, match_runs, rename_run, size_of
+from headway.track.store.edits import delete_run, find_whole, match_runs, rename_run, size_of
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -142,7 +142,7 @@ def rename_command(
     json: Json = False,
 ) -> None:
     """Rename a run that is not running."""
-    folder = find_run(runs_root(runs), run)
+    folder = find_whole(runs_root(runs), run)
     renamed = rename_run(folder, name)
     if json:
         print_json({"run": renamed.name, "before": folder.name})
@@ -158,7 +158,7 @@ def archive_command(
     json: Json = False,
 ) -> None:
     """Leave runs out of lists; nothing of them is removed."""
-    folders = match_runs(runs_root(runs), names)
+    folders = match_runs(runs_root(runs), names, whole=True)
     for folder in folders:
         write_labels(folder, replace(read_labels(folder), archived=not undo))
     if json:
@@ -176,7 +176,7 @@ def delete_command(
     json: Json = False,
 ) -> None:
     """Delete runs and their checkpoints, unless live or submitted."""
-    folders = match_runs(runs_root(runs), names)
+    folders = match_runs(runs_root(runs), names, whole=True)
     size = sum(size_of(folder) for folder in folders)
     what = f"{plural(len(folders), 'run')} ({first_names([folder.name for folder in folders])}), {byte_size(size)}"
     if not yes:

@@ -7,7 +7,7 @@ models see `sample_media.py`.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -47,7 +47,8 @@ def sample(
         float | None, typer.Option(min=0.0, max=100.0, help="Classifier-free guidance (default: 2.0; 1 = none).")
     ] = None,
     sampler: Annotated[
-        str | None, typer.Option(metavar="S", help="euler or heun (flow), ddim or ancestral (ddpm).")
+        Literal["euler", "heun", "ddim", "ancestral"] | None,
+        typer.Option(metavar="S", help="euler or heun (flow), ddim or ancestral (ddpm)."),
     ] = None,
     size: Annotated[
         str | None, typer.Option(metavar="WxH[xT]", help="Size of samples (default: that of the training data).")

@@ -9,6 +9,7 @@ from headway.dashboard.recorded import RecordedRuns, read_json
 from headway.data import open_dataset
 from headway.data.chat_samples import ROLES
 from headway.data.manifest import MANIFEST, DatasetManifest, read_manifest
+from headway.data.media.manifest import read_media_manifest
 from headway.data.prompts import PromptReader
 from headway.data.shards import Dataset
 from headway.errors import HeadwayError, UsageError
@@ -27,8 +28,18 @@ def dataset_list(recorded: RecordedRuns, data: Path) -> list[dict[str, Any]]:
         try:
             rows.append(row | _facts(read_manifest(folder)))
         except (HeadwayError, OSError) as error:
-            rows.append(row | {"problem": str(error)})
+            rows.append(row | {"problem": _media_facts(folder) or str(error)})
     return sorted(rows, key=lambda row: (-len(row["runs"]), row["path"]))
+
+
+def _media_facts(folder: Path) -> str | None:
+    """Return what is said of a dataset of images or video, whose samples are drawn on the command line."""
+    try:
+        manifest = read_media_manifest(folder)
+    except (HeadwayError, OSError):
+        return None
+    what = f"{manifest.clips:,} {'image' if manifest.kind == 'image' else 'clip'}{'s' if manifest.clips != 1 else ''}"
+    return f"{what}: headway data show {_shown(folder)} --sheet FILE draws some"
 
 
 def dataset_samples(recorded: RecordedRuns, data: Path, key: str, first: int) -> dict[str, Any]:

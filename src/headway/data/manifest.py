@@ -145,7 +145,8 @@ def read_manifest(folder: Path) -> DatasetManifest:
     version = content.get("format") if isinstance(content, dict) else None
     if version == MEDIA_FORMAT:
         kind = content.get("kind")
-        raise DataError(f"{folder} holds data of kind {kind}, not text", hint=f'set data.kind = "{kind}"')
+        hint = f'recipes say data.kind = "{kind}"; `headway data show` draws samples'
+        raise DataError(f"{folder} holds data of kind {kind}, not text", hint=hint)
     if version not in (FORMAT, CHAT_FORMAT):
         hint = "use the version of Headway that built it"
         raise DataError(

@@ -25,6 +25,7 @@ from headway.inference.adapters import AdapterSet, add_adapters, merge_into
 from headway.models import Decoder, empty_decoder, load_into
 from headway.models.custom import build_own
 from headway.recipe import Lora, Model, Recipe
+from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.huggingface import read_model, stored_dtype
 from headway.recipe.rope import RotaryModel
 from headway.state import OpenCheckpoint, find_checkpoint, open_checkpoint
@@ -137,7 +138,7 @@ def load_model(
 def load_folder(folder: Path, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """Load a Hugging Face folder."""
     model, config = read_model(folder), _settings(folder / "config.json")
-    _refuse_rewards(model, str(folder))
+    _refuse_other_kinds(model, str(folder))
     place = _device(device)
     module = _empty(model, place, _dtype(dtype, stored_dtype(config), place))
     load_into(module, folder)
@@ -151,7 +152,7 @@ def load_run(
 ) -> LoadedModel:
     """Load a checkpoint of a run."""
     recipe = read_recipe(run)
-    _refuse_rewards(recipe.model, run.name)
+    _refuse_other_kinds(recipe.model, run.name)
     source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else open_checkpoint(checkpoint)
     place = _device(device if recipe.train.device != "cpu" else "cpu")
     module = _filled(recipe, source, str(checkpoint)).to(place)
@@ -164,8 +165,13 @@ def load_run(
     return _with_text(loaded, run.companions, run.tokenizer_file, _end_of_text(run))
 
 
-def _refuse_rewards(model: Model, name: str) -> None:
-    """Raise ModelError for a reward model."""
+def _refuse_other_kinds(model: Model, name: str) -> None:
+    """Raise ModelError for a model that predicts no tokens."""
+    if isinstance(model, DiffusionModel):
+        raise ModelError(
+            f"{name} is a diffusion model, which generates images or video and no text",
+            hint="headway sample RUN --label N or --prompt TEXT, with --out FILE",
+        )
     if model.reward:
         raise ModelError(
             f"{name} is a reward model, which gives a text a score and predicts no tokens",

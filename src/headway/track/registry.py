@@ -83,6 +83,12 @@ def read_registry(root: Path) -> dict[str, RegisteredModel]:
         raise RunError(f"{path} is damaged", hint="restore it, or remove it and tag the models again") from None
 
 
+def names_of(run: RunFolder) -> list[tuple[str, int]]:
+    """Return the names that stand for checkpoints of a run now, each with its step."""
+    identity = run_id(run)
+    return [(name, entry.step) for name, entry in read_registry(run.path.parent).items() if entry.run_id == identity]
+
+
 def tag(
     root: Path, name: str, run: RunFolder, step: int, digest: str, *, now: Callable[[], float] = time.time
 ) -> RegisteredModel:

@@ -10,19 +10,21 @@ from pathlib import Path
 
 from headway.errors import RunError, UsageError
 from headway.track.files import read_recipe
-from headway.track.runs import RUN_NAME, RunFolder, RunLock, command, find_run, list_runs, lock_run, summarize
+from headway.track.registry import names_of
+from headway.track.runs import FAILED, RUN_NAME, RunFolder, RunLock, command, find_run, list_runs, lock_run, summarize
 
 DELETED = ".deleted"
 """Folder, beside all runs, that runs are moved into before their files are removed, so that no half run is listed."""
 
 
-def match_runs(root: Path, refs: Sequence[str]) -> list[RunFolder]:
-    """Return the runs that names, unique prefixes, `last` or patterns such as demo-* stand for, each once."""
+def match_runs(root: Path, refs: Sequence[str], *, whole: bool = False) -> list[RunFolder]:
+    """Return the runs that names, unique prefixes, `last` or patterns such as demo-* stand for, each once; only `whole`
+    names, for what changes runs: the second of two equal commands must not change another run."""
     listed: list[RunFolder] | None = None
     runs = dict[Path, RunFolder]()
     for ref in refs:
         if not any(character in ref for character in "*?["):
-            run = find_run(root, ref)
+            run = find_whole(root, ref) if whole else find_run(root, ref)
             runs[run.path] = run
             continue
         listed = list_runs(root) if listed is None else listed
@@ -31,6 +33,14 @@ def match_runs(root: Path, refs: Sequence[str]) -> list[RunFolder]:
             raise RunError(f"no run matches {ref!r} in {root}", hint=f"{command(root, 'runs')} lists all", usage=True)
         runs |= {run.path: run for run in sorted(matching, key=lambda run: run.name)}
     return list(runs.values())
+
+
+def find_whole(root: Path, ref: str) -> RunFolder:
+    """Return the run with this name, or `last`; raise RunError for the beginning of a name."""
+    run = find_run(root, ref)
+    if ref not in ("last", run.name, f"{FAILED}/{run.name}"):
+        raise RunError(f"no run {ref!r} in {root}", hint=f"give the whole name: {run.name}?", usage=True)
+    return run
 
 
 def rename_run(run: RunFolder, name: str) -> RunFolder:
@@ -53,6 +63,11 @@ def delete_run(run: RunFolder, *, other_machines: Callable[[RunFolder], bool] = 
 
     `other_machines` tells whether machines that do not share the folder may be working on it.
     """
+    named = names_of(run)
+    if named:
+        name, step = named[0]
+        hint = f"{command(run.path.parent, 'model remove', name)} first, or give the name to another model"
+        raise RunError(f"run {run.name} has a named model: {name} is {run.name}@{step}", hint=hint, usage=True)
     state = summarize(run).state
     waits = state == "interrupted" and (run.path / "jobs.jsonl").exists()
     if waits or (state != "finished" and other_machines(run)):
