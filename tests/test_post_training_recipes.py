@@ -49,7 +49,8 @@ class Newcomer:
             try:
                 assert server.stdout is not None
                 address = json.loads(server.stdout.readline())["listening"]
-                yield openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+                with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+                    yield client
                 server.send_signal(signal.SIGTERM)
                 assert server.wait() == 0
             finally:
