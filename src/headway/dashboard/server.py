@@ -20,7 +20,7 @@ DRAIN_S = 3
 
 
 def new_token() -> str:
-    """Return a token that nobody guesses."""
+    """Return a random token."""
     return secrets.token_urlsafe(24)
 
 
