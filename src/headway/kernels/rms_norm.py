@@ -148,7 +148,11 @@ def _forward_kernel(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -290,8 +294,21 @@ def _forward(
         ADD=residual is not None,
         ROWS=cut.rows,
         BLOCK=cut.block,
+        EARLY=False,
         num_warps=cut.warps,
     )
+
+
+def forward_early(x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return `rms_norm` without gradients, launched while the kernel before it ends; both keep to its order."""
+    y, rstd = _outputs(x_TD)
+    cut = forward_cut(len(x_TD), weight.shape[0])
+    _forward_kernel[(cut.programs,)](
+        x_TD, x_TD, weight, y, x_TD, rstd, len(x_TD), x_TD.stride(0), x_TD.stride(0), eps,
+        WIDTH=weight.shape[0], OFFSET=0.0, ADD=False, ROWS=cut.rows, BLOCK=cut.block, EARLY=True,
+        num_warps=cut.warps, launch_pdl=True,
+    )  # fmt: skip
+    return y
 
 
 @triton_op("headway::rms_norm_backward", mutates_args=())
@@ -394,7 +411,7 @@ def _launches(
     backward |= {"grad_stride": count, "grad_sum_stride": count, "x_stride": count}
     shared = {"WIDTH": width, "OFFSET": offset, "ADD": add}
     cut = forward_cut(16384, width)
-    constants = {**shared, "ROWS": cut.rows, "BLOCK": cut.block}
+    constants = {**shared, "ROWS": cut.rows, "BLOCK": cut.block, "EARLY": False}
     back = backward_cut(16384, width, (3 if add else 2) * (4 if dtype == "fp32" else 2))
     back_constants = {**shared, "ROWS": back.rows, "BLOCK": back.block, "STAGES": back.stages}
     return (
