@@ -5,6 +5,9 @@ run        the model over them, with the paged KV cache (`runner.py`)
 sample     a token for every sequence whose end is reached (`sampler.py`)
 record     tokens, ends and shareable blocks
 
+Where all sequences decode and none needs the host for sampling, several passes follow each other on a GPU before the
+tokens of all are recorded.
+
 On a GPU passes overlap: the next one is scheduled and started while the device still computes, with sampled tokens
 that the host does not know yet, and recorded one step later. A sequence whose last token turns out to end it has then
 been run once more; what that gave is dropped. Blocks can be reused at once, since the device runs passes in order.
@@ -106,23 +109,28 @@ class _Prompt:
 class _SampledPass:
     """A pass whose tokens are on their way to the host."""
 
-    def __init__(self, chunks: Rows[Chunk], sampled: Sampled | None, version: int) -> None:
+    def __init__(self, chunks: Rows[Chunk], sampled: Sampled | None, version: int, steps: int = 1) -> None:
         self.version = version
         self.sequences = [chunk.sequence for chunk in chunks]
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         self.places = [(sequence, sequence.length) for sequence in sampling]
-        """Sequences that get a token, and where."""
+        """Sequences that get tokens, and where."""
+        self.steps = steps
+        """Tokens of each."""
         self.tokens: SampledTokens | None = None
         self._values: list[Tensor | None] = []
         self._arrived = torch.cuda.Event() if sampled is not None and sampled.tokens_R.is_cuda else None
         if sampled is not None:
-            self.tokens = SampledTokens(sampled.tokens_R, {s.arrival: row for row, s in enumerate(sampling)})
-            self._values = [None if x is None else x.to("cpu", non_blocking=True) for x in sampled]
+            tokens_RS = sampled.tokens_R.view(-1, steps)
+            self.tokens = SampledTokens(tokens_RS[:, -1], {s.arrival: row for row, s in enumerate(sampling)})
+            logprobs_RS = None if sampled.logprobs_R is None else sampled.logprobs_R.view(tokens_RS.shape)
+            values = tokens_RS, logprobs_RS, *sampled[2:]
+            self._values = [None if x is None else x.to("cpu", non_blocking=True) for x in values]
         if self._arrived is not None:
             self._arrived.record()
         for sequence in sampling:
-            sequence.token_ids.append(UNKNOWN)
-            sequence.unknown += 1
+            sequence.token_ids += [UNKNOWN] * steps
+            sequence.unknown += steps
 
     def values(self) -> list[Any]:
         """Wait for what was sampled, and return it as lists."""
@@ -255,10 +263,41 @@ class InferenceEngine:
 
     def step(self) -> list[Output]:
         """Run one pass; return what came out of it, or, where passes overlap, out of the one before."""
-        batch = self._begin(schedule(self._admissible(), self._continuing(), self.pool, self.limits))
+        planned = self._planned()
+        if any(sequence.unknown > 1 for sequence in planned.preempted):  # they start over, from known tokens
+            self._outputs = self._settled()
+            planned = self._planned()
+        batch = self._begin(planned)
+        steps = self._steps(batch)
+        if steps:
+            sampled = self.runner.decode(batch.chunks, self._last_tokens(), steps)
+            return self._record(_SampledPass(batch.chunks, sampled, self.version, steps))
         x_TD = self.runner.run(batch.chunks, self._last_tokens()) if batch.chunks else None
         sampled = self._sample(x_TD, batch)
         return self._record(_SampledPass(batch.chunks, sampled, self.version))
+
+    def _planned(self) -> ScheduledBatch:
+        return schedule(self._admissible(), self._continuing(), self.pool, self.limits)
+
+    def _steps(self, batch: ScheduledBatch) -> int:
+        """Return how many passes run before the host records them, and take the blocks that they need; 0 if this one
+        needs the host."""
+        most = self.runner.most_steps(batch.chunks) if batch.chunks and not batch.admitted else 0
+        if not most or any(not chunk.samples for chunk in batch.chunks):
+            return 0
+        sequences = [chunk.sequence for chunk in batch.chunks]
+        # No sequence runs past its end; where others wait for its place, that would delay them.
+        steps = min(most, *(sequence.max_length - sequence.length for sequence in sequences))
+        while steps > 1 and self._more_blocks(sequences, steps) > self.pool.free:
+            steps -= 1
+        for sequence in sequences:
+            sequence.computed += steps - 1
+            sequence.blocks += self.pool.allocate(self.pool.blocks_for(sequence.computed) - len(sequence.blocks))
+        return steps
+
+    def _more_blocks(self, sequences: list[Sequence], steps: int) -> int:
+        """Return the blocks that sequences need for so many passes besides those that they have."""
+        return sum(self.pool.blocks_for(s.computed + steps - 1) - len(s.blocks) for s in sequences)
 
     def _admissible(self) -> list[Sequence]:
         """Return the waiting sequences that may begin; before a swap only those that have begun once."""
@@ -331,38 +370,27 @@ class InferenceEngine:
             return outputs
         values = passed.values()
         for row, (sequence, place) in enumerate(passed.places):
-            sequence.token_ids[place] = values[0][row]
-            sequence.unknown -= 1
+            sequence.token_ids[place : place + passed.steps] = values[0][row]
+            sequence.unknown -= passed.steps
         for sequence in passed.sequences:
             self._publish(sequence)
         for row, (sequence, place) in enumerate(passed.places):
-            if sequence.finish is not None:  # aborted, or ended by the token before
-                continue
-            tokens, logprobs, top_ids, top_logprobs, kept = values
-            token = tokens[row]
-            self.counts.output_tokens += 1
-            finish = self._end(sequence, token, place + 1)
-            asked = sequence.params.logprobs
-            outputs.append(
-                Output(
-                    sequence.request_id,
-                    sequence.index,
-                    token,
-                    finish,
-                    None
-                    if asked is None
-                    else TokenLogprobs(
-                        logprobs[row], dict(zip(top_ids[row][:asked], top_logprobs[row][:asked], strict=True))
-                    ),
-                    None if asked is None else kept[row],
-                    self._prompt_of(sequence),
-                    passed.version,
-                )
-            )
-            if finish is not None:
-                self._finish(sequence, finish, tells=False)
-            else:
-                self._switch(sequence)
+            for step, token in enumerate(values[0][row]):
+                if sequence.finish is not None:  # aborted, or ended by a token before
+                    break
+                finish = self._end(sequence, token, place + step + 1)
+                logprobs, kept = _noted(sequence.params.logprobs, values, row, step)
+                prompt = self._prompt_of(sequence)
+                outputs.append(
+                    Output(
+                        sequence.request_id, sequence.index, token, finish, logprobs, kept, prompt, passed.version
+                    )
+                )  # fmt: skip
+                self.counts.output_tokens += 1
+                if finish is not None:
+                    self._finish(sequence, finish, tells=False)
+                else:
+                    self._switch(sequence)
         return outputs
 
     # -- new weights
@@ -446,3 +474,13 @@ class InferenceEngine:
         """Return the prompt's log-probabilities, once."""
         noted = self._prompts.pop(sequence.arrival, None)
         return None if noted is None else tuple(noted.rows)
+
+
+def _noted(asked: int | None, values: list[Any], row: int, step: int) -> tuple[TokenLogprobs | None, float | None]:
+    """Return the log-probabilities of a token as far as its request asked for them, and the mass that truncation
+    kept."""
+    if asked is None:
+        return None, None
+    _, logprobs, top_ids, top_logprobs, kept = values
+    top = dict(zip(top_ids[row][:asked], top_logprobs[row][:asked], strict=True)) if asked else {}
+    return TokenLogprobs(logprobs[row][step], top), 1.0 if kept is None else kept[row]

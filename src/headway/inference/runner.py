@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from headway.inference.adapters import AdapterSet
-from headway.inference.decode_graphs import DecodeGraphs
+from headway.inference.decode_graphs import MOST_STEPS, DecodeGraphs
+from headway.inference.fused_decoder import FusedDecoder, takes_fused
 from headway.inference.kv_cache import PagedKvCache, PassCache
+from headway.inference.sampler import Sampled, needs_host
 from headway.inference.scheduler import Chunk
 from headway.inference.sequence import UNKNOWN
 from headway.kernels.paged_attention import PagedBatch
@@ -38,6 +40,14 @@ class Runner(Protocol):
         """Return the logits of rows of what `run` returned."""
         ...
 
+    def most_steps(self, chunks: Rows[Chunk]) -> int:
+        """Return how many tokens of each chunk's sequence `decode` samples without the host at most; 0 for none."""
+        ...
+
+    def decode(self, chunks: Rows[Chunk], last: SampledTokens | None, steps: int) -> Sampled:
+        """Run and sample so many tokens of each chunk's sequence: tokens and log-probabilities are [R, steps]."""
+        ...
+
 
 class PagedRunner:
     """A decoder, or a model of the user's own that takes a cache, with pages for keys and values."""
@@ -49,10 +59,27 @@ class PagedRunner:
         device: torch.device,
         graphs: DecodeGraphs | None = None,
         adapters: AdapterSet | None = None,
+        max_length: int = 0,
     ) -> None:
+        """`max_length`: of sequences; with it, fused kernels run the models that they know."""
         self.model, self.pages, self.device, self.graphs, self.adapters = model, pages, device, graphs, adapters
+        self.fused: FusedDecoder | None = None
+        if max_length and adapters is None and takes_fused(model, device):
+            self.fused = FusedDecoder(model, pages, max_length)  # type: ignore[arg-type]
         if graphs is not None:
-            graphs.capture(self._hidden)
+            graphs.capture(self._hidden, self.logits)
+
+    def most_steps(self, chunks: Rows[Chunk]) -> int:
+        """Return how many tokens the graphs sample at most."""
+        if self.graphs is None or not self.graphs.takes(chunks) or any(needs_host(c.sequence) for c in chunks):
+            return 0
+        return MOST_STEPS
+
+    def decode(self, chunks: Rows[Chunk], last: SampledTokens | None, steps: int) -> Sampled:
+        """Replay a graph so many times."""
+        assert self.graphs is not None, "`most_steps` said so"
+        sources = [_source(chunk, last) for chunk in chunks]
+        return self.graphs.decode(chunks, sources, None if last is None else last.tokens_R, steps)
 
     @torch.inference_mode()
     def run(self, chunks: Rows[Chunk], last: SampledTokens | None = None) -> Tensor:
@@ -73,9 +100,13 @@ class PagedRunner:
     @torch.inference_mode()
     def logits(self, x_RD: Tensor) -> Tensor:
         """Apply the head, in float32."""
+        if self.fused is not None:
+            return self.fused.logits(x_RD)
         return self.model.float32_logits(x_RD) if isinstance(self.model, Decoder) else x_RD
 
     def _hidden(self, tokens_BL: Tensor, cache: PassCache) -> Tensor:
+        if self.fused is not None:
+            return self.fused.hidden(tokens_BL[0], cache)
         if self.adapters is not None:
             self.adapters.select(cache.adapters_T)
         if isinstance(self.model, Decoder):
@@ -106,6 +137,14 @@ class WholeRunner:
     def logits(self, x_RD: Tensor) -> Tensor:
         """The model has returned logits."""
         return x_RD
+
+    def most_steps(self, chunks: Rows[Chunk]) -> int:
+        """Every pass needs the host."""
+        return 0
+
+    def decode(self, chunks: Rows[Chunk], last: SampledTokens | None, steps: int) -> Sampled:
+        """It never does."""
+        raise NotImplementedError
 
 
 def _source(chunk: Chunk, last: SampledTokens | None) -> int:

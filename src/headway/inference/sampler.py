@@ -1,5 +1,8 @@
 """Sampling of one token per row of logits, on the device, for rows with parameters of their own.
 
+On a GPU a kernel samples rows whose parameters need nothing of the host (`needs_host`), here and in CUDA graphs; the
+others, and all on CPUs, are sampled by PyTorch.
+
 Every row draws one number, a hash of its seed and position, and takes the token where the cumulative probability
 passes it. So a token depends on its own logits, seed and position alone, whatever else is in the batch.
 
@@ -15,7 +18,9 @@ from torch import Tensor
 
 from headway.inference.params import SamplingParams
 from headway.inference.sequence import Sequence
+from headway.kernels import dispatch
 from headway.kernels.pointer_table import uploaded
+from headway.kernels.sampling import draw, label_logprobs
 
 UNIT = 2.0**-24
 """Random numbers have 24 bits: all that float32 holds below 1."""
@@ -43,9 +48,43 @@ class Sampler:
         `counts_padding`, as a trainer does."""
         self.vocabulary, self.device, self.end_ids = vocabulary, device, tuple(end_ids)
         self.counts_padding = counts_padding
+        self.fused = self.device.type in dispatch.devices
+        """Whether kernels sample."""
 
     def sample(self, logits_RV: Tensor, rows: Rows[Sequence]) -> Sampled:
         """Sample the next token of each sequence from its row."""
+        if self.fused:
+            return self._sample_fused(logits_RV, rows)
+        return self._sample_plain(logits_RV, rows)
+
+    def _sample_fused(self, logits_RV: Tensor, rows: Rows[Sequence]) -> Sampled:
+        """Sample by the kernel, and by PyTorch those rows that it does not take."""
+        device, params = logits_RV.device, [sequence.params for sequence in rows]
+        width = logits_RV.shape[1] if self.counts_padding else self.vocabulary
+        seeds_R = uploaded(mixed_seeds([sequence.seed for sequence in rows]).view(np.int64), device)
+        positions_R = uploaded(np.array([sequence.generated for sequence in rows], dtype=np.int32), device)
+        numbers = np.array([(p.temperature, p.logprob_temperature) for p in params], dtype=np.float32)
+        temperatures_R2 = uploaded(numbers, device)
+        tokens_R = torch.empty(len(rows), dtype=torch.int64, device=device)
+        logprobs_R = torch.empty(len(rows), dtype=torch.float32, device=device)
+        draw(
+            logits_RV, self.vocabulary, width, temperatures_R2, seeds_R, positions_R, tokens_R, logprobs_R
+        )  # the same bits as in a graph
+        hosted = [needs_host(sequence) for sequence in rows]
+        most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
+        if not any(hosted) and not most:
+            ones_R = torch.ones_like(logprobs_R)
+            none_RX = logprobs_R.new_empty(len(rows), 0)
+            return Sampled(tokens_R, logprobs_R, none_RX.long(), none_RX, None if most is None else ones_R)
+        plain = self._sample_plain(logits_RV, rows)
+        if any(hosted):
+            tokens_R = torch.where(uploaded(np.array(hosted), device), plain.tokens_R, tokens_R)
+        if most is None:
+            return Sampled(tokens_R)
+        logprobs_R = label_logprobs(logits_RV[:, :width], tokens_R, temperatures_R2[:, 1])
+        return Sampled(tokens_R, logprobs_R, *plain[2:])
+
+    def _sample_plain(self, logits_RV: Tensor, rows: Rows[Sequence]) -> Sampled:
         params = [sequence.params for sequence in rows]
         most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
         logprobs_RV = None
@@ -162,9 +201,28 @@ def _inverse(weights_RV: Tensor, numbers_R1: Tensor) -> Tensor:
     return torch.minimum(place_R1, weights_RV.shape[1] - 1 - zeros_R1)
 
 
+def needs_host(sequence: Sequence) -> bool:
+    """Whether sampling a sequence's next token takes more than its temperature and a random number."""
+    params = sequence.params
+    return bool(
+        params.top_k
+        or params.top_p < 1
+        or params.min_p > 0
+        or params.penalized
+        or params.logit_bias
+        or params.logprobs
+        or sequence.generated < params.min_tokens
+    )
+
+
+def mixed_seeds(seeds: Rows[int]) -> np.ndarray:
+    """Return seeds as the kernel takes them, uint64."""
+    return _mixed(np.array([seed & MASK for seed in seeds], dtype=np.uint64))
+
+
 def uniform(seeds: Rows[int], positions: Rows[int], device: torch.device) -> Tensor:
     """Return a number in [0, 1) per seed and position: splitmix64 of both."""
-    keys = _mixed(np.array([seed & MASK for seed in seeds], dtype=np.uint64)) + np.array(positions, dtype=np.uint64)
+    keys = mixed_seeds(seeds) + np.array(positions, dtype=np.uint64)
     return uploaded(((_mixed(keys) >> np.uint64(40)) * UNIT).astype(np.float32), device)
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headway.kernels.batch_invariant_attention import TilePlan, plan_tiles, tiled_attention
 from headway.kernels.pointer_table import uploaded
@@ -47,6 +48,11 @@ class PagedBatch:
     _programs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _plans: dict[int, TilePlan] = field(default_factory=dict)
     _spans: "dict[tuple[int, ...], KeySpan]" = field(default_factory=dict)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether all sequences begin with this pass, in more than a few tokens each: it has all their keys."""
+        return len(self.slots_T) == sum(self.lengths) and len(self.slots_T) >= FRESH_TOKENS * len(self.lengths)
 
     def tiles(self, share: int, page: int) -> TilePlan:
         """Return the plan of batch-invariant attention, with so many query heads per key head; made once per pass."""
@@ -78,6 +84,39 @@ class KeySpan:
     """Pages of all sequences, one after another, as many of each."""
     hidden_SMA: Tensor
     """Added to the scores: 0 where a query attends, else minus infinity."""
+
+
+FRESH_TOKENS = 512
+"""Mean length from which prompts have attention of their own, without pages."""
+
+
+def fresh_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    """Return causal attention [T, N, H] of sequences that begin with this pass, by PyTorch's fastest kernel: one
+    launch for sequences of the same length."""
+    lengths = batch.lengths
+    if len(set(lengths)) == 1:
+        q, k, v = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
+        return _causal(q, k, v, scale).transpose(1, 2).flatten(0, 1)
+    y_TNH = torch.empty_like(q_TNH)
+    for first, last in zip(batch.starts, batch.starts[1:], strict=False):
+        q, k, v = (x[first:last].transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_TKH, v_TKH))
+        y_TNH[first:last] = _causal(q, k, v, scale)[0].transpose(0, 1)
+    return y_TNH
+
+
+def _causal(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, scale: float) -> Tensor:
+    with sdpa_kernel(list(FASTEST_CAUSAL), set_priority=True):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q_BNLH, k_BKLH, v_BKLH, is_causal=True, scale=scale, enable_gqa=True
+        )
+
+
+FASTEST_CAUSAL = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
 
 
 def store(k_TKH: Tensor, pages_PZKH: Tensor, slots_T: Tensor) -> None:
@@ -254,24 +293,19 @@ EXACT_KEYS = 64
 def cut(
     batch: PagedBatch, share: int, key_heads: int, head: int, processors: int, *, exact: bool = False
 ) -> PagedTiling:
-    """Choose the tiling: one token per program in decoding; as many as fill 128 rows in prefill."""
+    """Choose the tiling: one token per program in decoding; as many as fill 64 rows in prefill."""
     longest_query = max(end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False))
     keys = EXACT_KEYS if head <= 128 or exact else 32
     if longest_query > 1:
-        rows = max(128 if head <= 128 else 32, _power_of_two(share))
-        if longest_query * share <= 64:
-            rows = max(64 if head <= 128 else 32, _power_of_two(share))
-        return PagedTiling(rows // _power_of_two(share), rows, keys, 1, 8 if rows == 128 else 4)
+        rows = max(64 if head <= 128 else 32, _power_of_two(share))
+        return PagedTiling(rows // _power_of_two(share), rows, keys, 1, 4)
     rows, programs = max(16, _power_of_two(share)), len(batch.lengths) * key_heads
     if exact:
-        return PagedTiling(1, rows, keys, 1, 4)
+        return PagedTiling(1, rows, keys, 1, 2)
     splits, longest = 1, max(batch.lengths)
-    while programs * splits < 4 * processors and longest >= keys * splits * 2 and splits < 64:
+    while programs * splits < 2 * processors and longest >= keys * splits * 2 and splits < 32:
         splits *= 2
-    # Where there are enough programs, splits of 512 keys or more keep the longest sequence from being the last.
-    while splits < 4 and longest >= 512 * splits * 2:
-        splits *= 2
-    return PagedTiling(1, rows, keys, splits, 4, 3, keys if programs < processors else 512)
+    return PagedTiling(1, rows, keys, splits, 2, 3, keys)
 
 
 def _power_of_two(number: int) -> int:
@@ -310,22 +344,24 @@ def _attend_tiles(
         else:
             k = tl.load(k_ptr + k_at[None, :] + size[:, None], mask=(size < HEAD)[:, None], other=0.0)
         if IEEE:
-            scores = tl.dot(q, k, input_precision="ieee") * scale
+            scores = tl.dot(q, k, input_precision="ieee")
         else:
-            scores = tl.dot(q, k) * scale
+            scores = tl.dot(q, k)
+        factor = scale * 1.4426950408889634
         if CAPPED:
-            scores = softcap * (2 / (1 + tl.exp(-2 * scores / softcap)) - 1)
-        scores *= 1.4426950408889634
+            scores = softcap * (2 / (1 + tl.exp(-2 * scores * scale / softcap)) - 1)
+            factor = 1.4426950408889634
         if MASKED:
             seen = (place[None, :] <= position[:, None]) & inside[None, :]
             if WINDOWED:
                 seen = seen & (place[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
         base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # nothing seen yet
-        weights = tl.exp2(scores - base[:, None])
+        # Written as one operation: else the compiler joins them here or there, and bits differ between both loops.
+        weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.zeros_like(scores) - base[:, None]))
         shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weights, 1)
+        total = tl.fma(total, shrink, tl.sum(weights, 1))
         if MASKED:
             v = tl.load(v_ptr + v_at[:, None] + size[None, :], mask=inside[:, None] & (size < HEAD)[None, :], other=0.0)
         elif HEAD == HEAD_2:

@@ -50,11 +50,11 @@ def _rstd(x_ptr, head, heads, eps, HEAD: tl.constexpr):
 
 @triton.jit
 def _store_kernel(
-    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, table_ptr, positions_ptr, slots_ptr, q_out_ptr, keys_ptr, values_ptr,
+    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, table_ptr, positions_ptr, slots_ptr, q_out_ptr, k_out_ptr, keys_ptr, values_ptr,
     eps, q_stride, k_stride, v_stride, table_half, key_stride_p, key_stride_z, key_stride_k, value_stride_p, value_stride_z,
     value_stride_k,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, NORMED: tl.constexpr, ROTATES: tl.constexpr, EARLY: tl.constexpr,
+    PAGE: tl.constexpr, NORMED: tl.constexpr, ROTATES: tl.constexpr, KEEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -88,6 +88,10 @@ def _store_kernel(
         k_rstd = _rstd(k_ptr, k_head, KEYS, eps, HEAD)
     k_at = k_head[:, None] * HEAD + pair[None, :]
     low, high = _rotated(k_ptr, k_at, k_weight_ptr, k_rstd, cos, sin, PAIRS, NORMED, ROTATES, k_inside, pair)
+    if KEEPS:
+        k_out_ptr += token * (KEYS * HEAD)
+        tl.store(k_out_ptr + k_at, low, mask=k_inside)
+        tl.store(k_out_ptr + k_at + PAIRS, high, mask=k_inside)
     page, place = slot // PAGE, slot % PAGE
     keys_ptr += page * key_stride_p + place * key_stride_z + k_head[:, None] * key_stride_k + pair[None, :]
     tl.store(keys_ptr, low, mask=k_inside)
@@ -128,39 +132,60 @@ def rotate_and_store(
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
     *,
+    keeps: bool = False,
     early: bool = False,
-) -> Tensor:
-    """Put a pass's keys and values into their pages, and return its queries [T, N, H]; both normalized and rotated.
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Put a pass's keys and values into their pages; return its queries [T, N, H], keys and values [T, K, H].
 
-    The table has all positions: `positions_T` are rows of it.
+    Queries and keys are normalized and rotated; keys are returned if asked for by `keeps`. The table has all positions:
+    `positions_T` are rows of it.
     """
     tokens = len(q_TF)
     out = torch.empty(tokens, heads.queries, heads.size, dtype=q_TF.dtype, device=q_TF.device)
+    k_out = out.new_empty(tokens, heads.keys, heads.size) if keeps else None
+    v_TKH = v_TF.unflatten(1, (heads.keys, heads.size))
     if tokens == 0:
-        return out
+        return out, k_out, v_TKH
     q_weight, k_weight = norms or (q_TF, k_TF)
     table = positions_T if table_2LR is None else table_2LR
     options = {"launch_pdl": True} if early else {}
     q_block, k_block = _blocks(heads)
     _store_kernel[(tokens,)](
-        q_TF, k_TF, v_TF, q_weight, k_weight, table, positions_T, slots_T, out, keys_PZKH, values_PZKH,
-        eps, q_TF.stride(0), k_TF.stride(0), v_TF.stride(0), 0 if table_2LR is None else table_2LR.stride(0),
+        q_TF, k_TF, v_TF, q_weight, k_weight, table, positions_T, slots_T, out,
+        out if k_out is None else k_out, keys_PZKH, values_PZKH, eps, q_TF.stride(0), k_TF.stride(0), v_TF.stride(0), 0 if table_2LR is None else table_2LR.stride(0),
         *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3],
         QUERIES=heads.queries, KEYS=heads.keys, HEAD=heads.size, Q_BLOCK=q_block, K_BLOCK=k_block, PAGE=keys_PZKH.shape[1],
-        NORMED=norms is not None, ROTATES=table_2LR is not None, EARLY=early,
+        NORMED=norms is not None, ROTATES=table_2LR is not None, KEEPS=keeps, EARLY=early,
         num_warps=forward_cut(1, heads.size).warps, **options,
     )  # fmt: skip
-    return out
+    return out, k_out, v_TKH
 
 
 def _ahead(name: str, heads: HeadShape, normed: bool) -> LaunchSpec:
-    pointers = ("q_ptr", "k_ptr", "v_ptr", "q_weight_ptr", "k_weight_ptr", "q_out_ptr", "keys_ptr", "values_ptr")
+    pointers = (
+        "q_ptr",
+        "k_ptr",
+        "v_ptr",
+        "q_weight_ptr",
+        "k_weight_ptr",
+        "q_out_ptr",
+        "k_out_ptr",
+        "keys_ptr",
+        "values_ptr",
+    )
     types = dict.fromkeys(pointers, "*bf16") | {"table_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64"}
     types |= {"eps": "fp32"}
-    strides = ("q_stride", "k_stride", "v_stride", "table_half", *(f"{which}_stride_{axis}" for which in ("key", "value") for axis in "pzk"))
+    strides = (
+        "q_stride",
+        "k_stride",
+        "v_stride",
+        "table_half",
+        *(f"{which}_stride_{axis}" for which in ("key", "value") for axis in "pzk"),
+    )
     constants = {
         "QUERIES": heads.queries, "KEYS": heads.keys, "HEAD": heads.size, "Q_BLOCK": _blocks(heads)[0],
-        "K_BLOCK": _blocks(heads)[1], "PAGE": 16, "NORMED": normed, "ROTATES": True, "EARLY": True,
+        "K_BLOCK": _blocks(heads)[1], "PAGE": 16, "NORMED": normed, "ROTATES": True, "KEEPS": False,
+        "EARLY": True,
     }  # fmt: skip
     return LaunchSpec(
         f"rotary_store.{name}", _store_kernel, types | dict.fromkeys(strides, "i32"), constants,

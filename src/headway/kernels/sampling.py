@@ -146,14 +146,14 @@ def _draw_kernel(
 @triton.jit(do_not_specialize=["width", "chunks"])
 def _label_kernel(
     logits_ptr, labels_ptr, temperature_ptr, peaks_ptr, counted_ptr, logprobs_ptr, row_stride, width, chunks,
-    BLOCK: tl.constexpr,
+    temperature_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
     real = chunk < chunks
     peaks = tl.load(peaks_ptr + row * chunks + chunk, mask=real, other=-float("inf"))
     counted = tl.load(counted_ptr + row * chunks + chunk, mask=real, other=0.0)
-    temperature = tl.load(temperature_ptr)
+    temperature = tl.load(temperature_ptr + row * temperature_stride)
     base, total = _joined(peaks, counted, temperature)
     label = tl.load(labels_ptr + row)
     inside = (label >= 0) & (label < width)
@@ -209,22 +209,26 @@ def draw(
     )  # fmt: skip
 
 
-def label_logprobs(logits_TV: Tensor, labels_T: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the log-probability of each row's label at a temperature, with the bits of `draw`; 0 for labels out of
-    range."""
+def label_logprobs(logits_TV: Tensor, labels_T: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """Return the log-probability of each row's label at a temperature, or at one of each row, with the bits of `draw`;
+    0 for labels out of range."""
     rows, width = logits_TV.shape
     chunks = -(-width // CHUNK)
     out = torch.empty(rows, dtype=torch.float32, device=logits_TV.device)
     if rows == 0:
         return out
     sums = new_sums(rows, width, logits_TV.device, draws=False)
-    temperatures = torch.full((1,), temperature, dtype=torch.float32, device=logits_TV.device)
+    if isinstance(temperature, Tensor):
+        temperatures, each = temperature, temperature.stride(0)
+    else:
+        temperatures, each = torch.full((1,), temperature, dtype=torch.float32, device=logits_TV.device), 0
     _chunk_kernel[(chunks, rows)](
-        logits_TV, temperatures, temperatures, *sums, logits_TV.stride(0), width, width, chunks, 0,
+        logits_TV, temperatures, temperatures, *sums, logits_TV.stride(0), width, width, chunks, each,
         CHUNK=CHUNK, DRAWS=False, EARLY=False, num_warps=WARPS,
     )  # fmt: skip
     _label_kernel[(rows,)](
         logits_TV, labels_T, temperatures, sums.peaks_RC, sums.counted_RC, out, logits_TV.stride(0), width, chunks,
+        each,
         BLOCK=_block(chunks), num_warps=WARPS,
     )  # fmt: skip
     return out

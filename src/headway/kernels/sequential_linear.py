@@ -28,6 +28,8 @@ from headway.kernels.triton_compat import runs_on, tl, triton
 MOST_ROWS = 256
 """Rows up to which this is about as fast as cuBLAS, or faster."""
 DEPTHS = (256, 128, 64, 32, 16)
+SHARED = 220 * 1024
+"""Bytes of shared memory that the tiles of a program may take."""
 
 
 class LinearTiling(NamedTuple):
@@ -50,22 +52,23 @@ def takes(x: Tensor, *weights: Tensor) -> bool:
 
 
 def cut(rows: int, outputs: int, inputs: int, products: int = 1) -> LinearTiling:
-    """Choose a tiling: small tiles for few rows, so that all multiprocessors read; `products` are made side by side."""
+    """Choose a tiling, measured on an H200; `products` are made side by side."""
+    block = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    columns, depth, warps, stages = 64, 64, 4, 4
     if rows <= 16:
-        columns = 16 if outputs <= 4096 else 32
-        depth, warps, stages = 256, 4, 4
-    elif rows <= 32:
-        columns, depth, warps, stages = (16 if outputs <= 2048 else 32), 128, 4, 5
+        columns, depth, stages = (32, 256, 3) if products > 1 else (32, 128, 5) if outputs <= 2048 else (64, 128, 4)
     elif rows <= 64:
-        columns, depth, warps, stages = (32 if outputs <= 4096 else 64), 128, 4, 4
-    elif rows <= 128:
-        columns, depth, warps, stages = (32 if outputs <= 4096 else 64), 64, 4, 4
-    else:
-        columns, depth, warps, stages = (64 if outputs <= 8192 else 128), 64, 4 if outputs <= 8192 else 8, 4
-    if products > 1 and rows > 128:
-        columns = min(columns, 64)
+        columns, depth, stages = (32, 128, 4) if outputs <= 16384 else (64, 64, 5)
+    elif products > 1:
+        block = 128
+    elif outputs > 32768:
+        block, columns, warps, stages = 128, 256, 8, 3
+    elif outputs <= 2048 or inputs >= 4096:
+        depth, stages = 128, 3
     depth = next(d for d in DEPTHS if d <= depth and inputs % d == 0)
-    block = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or outputs <= 4096 else 128
+    # The first tiles of weights have a place of their own.
+    while stages > 2 and 2 * depth * (stages * (block + products * columns) + products * columns) > SHARED:
+        stages -= 1
     return LinearTiling(block, columns, depth, warps, stages)
 
 
