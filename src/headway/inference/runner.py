@@ -40,11 +40,11 @@ class Runner(Protocol):
         """Return the logits of rows of what `run` returned."""
         ...
 
-    def most_steps(self, chunks: Rows[Chunk]) -> int:
+    def most_steps(self, chunks: Rows[Chunk], /) -> int:
         """Return how many tokens of each chunk's sequence `decode` samples without the host at most; 0 for none."""
         ...
 
-    def decode(self, chunks: Rows[Chunk], last: SampledTokens | None, steps: int) -> Sampled:
+    def decode(self, chunks: Rows[Chunk], last: SampledTokens | None, steps: int, /) -> Sampled:
         """Run and sample so many tokens of each chunk's sequence: tokens and log-probabilities are [R, steps]."""
         ...
 
@@ -138,11 +138,11 @@ class WholeRunner:
         """The model has returned logits."""
         return x_RD
 
-    def most_steps(self, chunks: Rows[Chunk]) -> int:
+    def most_steps(self, _chunks: Rows[Chunk]) -> int:
         """Every pass needs the host."""
         return 0
 
-    def decode(self, chunks: Rows[Chunk], last: SampledTokens | None, steps: int) -> Sampled:
+    def decode(self, _chunks: Rows[Chunk], _last: SampledTokens | None, _steps: int) -> Sampled:
         """It never does."""
         raise NotImplementedError
 

@@ -50,9 +50,9 @@ def _rstd(x_ptr, head, heads, eps, HEAD: tl.constexpr):
 
 @triton.jit
 def _store_kernel(
-    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, table_ptr, positions_ptr, slots_ptr, q_out_ptr, k_out_ptr, keys_ptr, values_ptr,
-    eps, q_stride, k_stride, v_stride, table_half, key_stride_p, key_stride_z, key_stride_k, value_stride_p, value_stride_z,
-    value_stride_k,
+    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, table_ptr, positions_ptr, slots_ptr, q_out_ptr, k_out_ptr,
+    keys_ptr, values_ptr, eps, q_stride, k_stride, v_stride, table_half, key_stride_p, key_stride_z, key_stride_k,
+    value_stride_p, value_stride_z, value_stride_k,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, NORMED: tl.constexpr, ROTATES: tl.constexpr, KEEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -152,10 +152,10 @@ def rotate_and_store(
     q_block, k_block = _blocks(heads)
     _store_kernel[(tokens,)](
         q_TF, k_TF, v_TF, q_weight, k_weight, table, positions_T, slots_T, out,
-        out if k_out is None else k_out, keys_PZKH, values_PZKH, eps, q_TF.stride(0), k_TF.stride(0), v_TF.stride(0), 0 if table_2LR is None else table_2LR.stride(0),
-        *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3],
-        QUERIES=heads.queries, KEYS=heads.keys, HEAD=heads.size, Q_BLOCK=q_block, K_BLOCK=k_block, PAGE=keys_PZKH.shape[1],
-        NORMED=norms is not None, ROTATES=table_2LR is not None, KEEPS=keeps, EARLY=early,
+        out if k_out is None else k_out, keys_PZKH, values_PZKH, eps,
+        q_TF.stride(0), k_TF.stride(0), v_TF.stride(0), 0 if table_2LR is None else table_2LR.stride(0),
+        *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], QUERIES=heads.queries, KEYS=heads.keys, HEAD=heads.size,
+        Q_BLOCK=q_block, K_BLOCK=k_block, PAGE=keys_PZKH.shape[1], NORMED=norms is not None, ROTATES=table_2LR is not None, KEEPS=keeps, EARLY=early,
         num_warps=forward_cut(1, heads.size).warps, **options,
     )  # fmt: skip
     return out, k_out, v_TKH

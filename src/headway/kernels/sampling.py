@@ -189,8 +189,9 @@ def draw(
     *,
     early: bool = False,
 ) -> None:
-    """Sample a token of each row below `vocabulary`, greedily at a temperature of 0, and write it and its log-probability
-    among the first `width` tokens.
+    """Sample a token of each row below `vocabulary`, greedily at a temperature of 0; write it and its log-probability.
+
+    The latter counts the first `width` tokens.
 
     `temperatures_R2` has those of drawing and of log-probabilities; `seeds_R` mixed seeds as int64 (`mixed_seeds`).
     """

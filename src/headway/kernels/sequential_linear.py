@@ -1,8 +1,8 @@
 """Products of few rows with weights, whose bits do not depend on the number of rows: sums go through K in order.
 
-    linear           x @ w.T (+ bias)                             one output of several weights: queries, keys and values
+    linear           x @ w.T (+ bias)                   one output of several weights: queries, keys and values
     gated_linear     silu(x @ gate.T) * (x @ up.T)
-    linear_into      stream += x @ w.T (+ bias)                   rounded before and after the addition, as in modules
+    linear_into      stream += x @ w.T (+ bias)         rounded before and after the addition, as in modules
 
 A program has some columns of the output, and goes through their weights from the first input to the last with one
 float32 accumulator. No sum is split up, so a row has the same bits alone, in a batch and with any tiling; cuBLAS has
@@ -92,8 +92,8 @@ def _linear_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     w_ptr, b_ptr, outputs, before = w0_ptr, b0_ptr, N0, 0
-    if not GATED:
-        if N1 > 0:
+    if not GATED:  # noqa: SIM102  (one is known when compiled)
+        if N1 > 0:  # noqa: SIM102
             if block >= (N0 + COLUMNS - 1) // COLUMNS:
                 block -= (N0 + COLUMNS - 1) // COLUMNS
                 w_ptr, b_ptr, outputs, before = w1_ptr, b1_ptr, N1, N0
