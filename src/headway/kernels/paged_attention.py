@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.kernels import dispatch
 from headway.kernels.batch_invariant_attention import TilePlan, plan_tiles, tiled_attention
 from headway.kernels.pointer_table import uploaded
 from headway.kernels.triton_compat import runs_on, tl, triton
@@ -102,6 +103,8 @@ def paged_attention(
     If `exact`, with the bits of attention in training: `batch_invariant_attention.py`.
     """
     scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
+    if exact and dispatch.exact_triton(q_TNH.device):
+        return triton_attention(q_TNH, keys_PZKH, values_PZKU, batch, scale, window, exact=True)
     if exact:
         plan = batch.tiles(q_TNH.shape[1] // keys_PZKH.shape[2], keys_PZKH.shape[1])
         return tiled_attention(q_TNH, keys_PZKH.flatten(0, 1), values_PZKU.flatten(0, 1), plan, scale, window)

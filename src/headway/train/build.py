@@ -274,9 +274,12 @@ def check_exact(recipe: Recipe, world: World) -> None:
             f"inference.exact needs a mesh of replicate and shard axes only, and this one has {', '.join(split)}",
             hint=f"--set parallel.{split[0]}=1",
         )
-    if recipe.train.dtype != "float32":
+    needed = "bfloat16" if world.device.type == "cuda" else "float32"
+    if recipe.train.dtype != needed:
         raise ModelError(
-            f"inference.exact is for float32 so far, not {recipe.train.dtype}", hint="--set train.dtype=float32"
+            f"inference.exact on a {'GPU' if world.device.type == 'cuda' else 'CPU'} is for {needed}, "
+            f"not {recipe.train.dtype}",
+            hint=f"--set train.dtype={needed}",
         )
 
 
