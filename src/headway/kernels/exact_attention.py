@@ -57,7 +57,7 @@ def _planned(
     document_P = np.repeat(np.arange(len(counts)), counts)
     first_P = (np.arange(len(document_P)) - np.repeat(counts.cumsum() - counts, counts)) * queries
     order = np.argsort(-first_P, kind="stable")  # those with the most keys first
-    programs = uploaded(np.stack((document_P, first_P))[:, order].astype(np.int32), device)
+    programs = uploaded(np.stack((document_P[order], first_P[order])).astype(np.int32), device)
     ends = np.append(starts, rows * length).astype(np.int32)
     plan = DocumentPlan(uploaded(ends, device), int(lengths.max()), (programs[0], programs[1]))
     return plan, uploaded(positions_T, device).view(rows, length)
