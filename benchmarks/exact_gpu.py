@@ -464,7 +464,7 @@ def mixed_precision(name: str, values: dict[str, Any]) -> Iterator[Row]:
         for parameter in master.parameters():
             parameter.mul_(1 + 1e-3 * torch.rand_like(parameter))
     rounded = copy.deepcopy(master).to(BF16)
-    make_exact(master, torch.device(CUDA, 0))
+    make_exact(master, torch.device(CUDA, 0), BF16)
     answers, _ = sampled_by(rounded, requests(24, 1.0, random.Random(9)), max_sequences=24, graphs=False)
 
     def score(*of: Tensor, **to: Any) -> Tensor:

@@ -31,7 +31,7 @@ from headway.models.decoder import Decoder
 from headway.models.experts import Experts
 from headway.models.layers import GatedFeedForward, Linear, RMSNorm, gated
 from headway.models.llama import LlamaDecoder
-from headway.models.lora import LoraLinear
+from headway.models.lora import LoraLinear, is_adapter
 from headway.models.mixtral import MixtralDecoder
 from headway.models.olmo2 import OLMo2Decoder
 from headway.models.qwen3_moe import Qwen3MoeDecoder
@@ -43,12 +43,14 @@ EXACT_DECODERS = (LlamaDecoder, MixtralDecoder, OLMo2Decoder, Qwen3MoeDecoder)
 exact_swiglu = partial(gated, batch_invariant.silu)
 
 
-def make_exact(model: nn.Module, device: torch.device) -> None:
+def make_exact(model: nn.Module, device: torch.device, products: torch.dtype | None = None) -> None:
     """Have a model give a token the same bits in every batch, in training and inference, in place.
 
-    The model may still be on the meta device, but not yet be parallelized. Raise ModelError where that is not possible.
+    The model may still be on the meta device, but not yet be parallelized. `products` is a trainer's precision of
+    products, which its weights are rounded to in every pass; else it is that of the weights. Raise ModelError where
+    that is not possible.
     """
-    decoder = _checked(model, device)
+    decoder = _checked(model, device, products)
     for module in decoder.modules():
         if isinstance(module, Linear | Experts | RMSNorm):
             module.exact = True
@@ -58,7 +60,7 @@ def make_exact(model: nn.Module, device: torch.device) -> None:
     decoder.loss.exact = True
 
 
-def _checked(model: nn.Module, device: torch.device) -> Decoder:
+def _checked(model: nn.Module, device: torch.device, products: torch.dtype | None) -> Decoder:
     """Return the model; raise ModelError if a token's bits may depend on its batch."""
     if not isinstance(model, EXACT_DECODERS):
         family = model.model.family if isinstance(model, Decoder) else type(model).__name__
@@ -71,6 +73,14 @@ def _checked(model: nn.Module, device: torch.device) -> Decoder:
             "exact mode does not support longrope, whose frequencies depend on the length of the whole row",
             hint="leave inference.exact out",
         )
+    for name, parameter in model.named_parameters():
+        dtype = products or parameter.dtype
+        if table.batch_invariant(device.type, dtype) is None and not is_adapter(name):
+            raise ModelError(
+                f"exact mode has no kernels for {str(dtype).removeprefix('torch.')} on {device.type} yet, "
+                f"which {name} is in",
+                hint="float32 on a CPU, bfloat16 on a GPU, or leave inference.exact out",
+            )
     for name, module in model.named_modules():
         if isinstance(module, Linear) and not _known(module):
             raise ModelError(
@@ -85,10 +95,7 @@ def _checked(model: nn.Module, device: torch.device) -> Decoder:
 
 
 def _check_tiles(model: Decoder, device: torch.device) -> None:
-    """Check exact mode on a CPU: precisions, and what depends on the libraries, by trying it."""
-    for name, parameter in model.named_parameters():
-        if table.batch_invariant(device.type, parameter.dtype) is None:
-            raise _no_kernels(name, parameter.dtype, device)
+    """Check what depends on the libraries of a CPU, by trying it."""
     if not batch_invariant.elements_are_independent(device.type):
         raise ModelError(
             "here exp or cos has other bits in another place of a vector",
@@ -103,14 +110,8 @@ def _check_tiles(model: Decoder, device: torch.device) -> None:
 
 
 def _check_triton(model: Decoder, device: torch.device) -> None:
-    """Check exact mode on a GPU: precisions and sizes that kernels take. What cuBLAS does is tried in the first passes.
-
-    Float32 parameters are a trainer's, whose products are in bfloat16.
-    """
+    """Check the sizes that kernels take on a GPU. What cuBLAS does is tried in the first passes."""
     section = model.model
-    for name, parameter in model.named_parameters():
-        if parameter.dtype != torch.float32 and table.batch_invariant(device.type, parameter.dtype) is None:
-            raise _no_kernels(name, parameter.dtype, device)
     if section.head_dim not in HEADS:
         raise ModelError(
             f"exact mode on GPUs takes heads of 64 or 128, and this model's are of {section.head_dim}",
@@ -148,13 +149,6 @@ def _check_experts(name: str, module: Experts, device: torch.device) -> None:
                 f"here the grouped product of {name} adds up in another order than one product per expert",
                 hint='train.plain = ["experts"], or leave inference.exact out',
             )
-
-
-def _no_kernels(name: str, dtype: torch.dtype, device: torch.device) -> ModelError:
-    return ModelError(
-        f"exact mode has no kernels for {str(dtype).removeprefix('torch.')} on {device.type} yet, which {name} is in",
-        hint="float32 on a CPU, bfloat16 on a GPU, or leave inference.exact out",
-    )
 
 
 def _known(module: Linear) -> bool:

@@ -149,7 +149,7 @@ def build(
     freeze(model, recipe.train)
     if recipe.inference.exact:
         check_exact(recipe, world)
-        make_exact(model, world.device)
+        make_exact(model, world.device, getattr(torch, recipe.train.dtype))
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     measures = None if isinstance(objective, NextToken) else cast(Objective, objective)
