@@ -419,7 +419,8 @@ def _paged_kernel(
 
     if SPLITS == 1:
         if SUMS:
-            tl.store(total_ptr + head * tokens + token, (peak + tl.log2(total)) * 0.6931471805599453, mask=real)
+            sums = (peak + tl.log2(tl.where(real, total, 1.0))) * 0.6931471805599453
+            tl.store(total_ptr + head * tokens + token, sums, mask=real)
         acc = acc / tl.where(real, total, 1.0)[:, None]
         live = real
     else:
