@@ -30,6 +30,7 @@ from torch import Tensor
 
 from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams
 from headway.kernels import exact_attention, exact_products, paged_attention, sequential_linear
+from headway.kernels.dispatch import make_plain
 from headway.kernels.gated import swiglu
 from headway.kernels.paged_attention import PagedBatch, causal_attention, exact_tiling, triton_attention
 from headway.kernels.rms_norm import forward_early, rms_norm
@@ -481,6 +482,7 @@ def mixed_precision(name: str, values: dict[str, Any]) -> Iterator[Row]:
 
 def gradients(asked: argparse.Namespace) -> Iterator[Row]:
     """Each way's distance from float32: exact mode's must not be larger than plain bfloat16's by much."""
+    make_plain(["attention"])  # a mask: flex attention would be compiled for each model
     generator = torch.Generator().manual_seed(0)
     for name in asked.families:
         values = {
@@ -510,6 +512,7 @@ def gradients(asked: argparse.Namespace) -> Iterator[Row]:
         yield Row(
             f"{name}: gradients off float32's", f"exact {exact:.3%}, plain {plain:.3%}", exact < 1.3 * plain + 1e-3
         )
+    make_plain(())
 
 
 # -- cost
