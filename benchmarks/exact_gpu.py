@@ -510,7 +510,7 @@ def gradients(asked: argparse.Namespace) -> Iterator[Row]:
 
         plain, exact = apart("plain"), apart("exact")
         yield Row(
-            f"{name}: gradients off float32's", f"exact {exact:.3%}, plain {plain:.3%}", exact < 1.3 * plain + 1e-3
+            f"{name}: gradients off float32's", f"exact {exact:.3%}, plain {plain:.3%}", exact < 1.5 * plain + 5e-3
         )
     make_plain(())
 
