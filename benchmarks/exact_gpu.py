@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=["llama", "qwen3", "mixtral"])
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--warm", action="store_true", help="only compile the kernels of cost, beside other processes")
     parser.add_argument("--compiled", action="store_true", help="time plain blocks that are compiled, too (a minute)")
     asked = parser.parse_args()
     out = asked.out or Path(os.environ.get("OUT", ".")) / "exact_gpu.json"
@@ -540,12 +541,18 @@ def cost(asked: argparse.Namespace) -> Iterator[Row]:
     works = {
         "training step": (step, None, False),
         "training step, entropies": (step, None, True),
-        "training step, 2 documents per row": (step, documents, False),
         "forward pass": (forward, None, False),
+        "training step, 2 documents per row": (step, documents, False),
     }
+    if asked.warm:
+        for decoder in decoders.values():
+            step(decoder, None, True)
+        return
     for label, (work, within, entropy) in works.items():
+        if within is not None:
+            yield from parts_of_cost()
         times: dict[str, list[float]] = {name: [] for name in decoders}
-        for turn in range(6):
+        for turn in range(5):
             for name, decoder in decoders.items():
                 if name == "compiled" and within is not None:
                     continue
@@ -555,7 +562,6 @@ def cost(asked: argparse.Namespace) -> Iterator[Row]:
         medians = {name: statistics.median(values) for name, values in times.items() if values}
         told = ", ".join(f"{name} {value:.1f} ms" for name, value in medians.items())
         yield Row(f"Qwen3-0.6B shape, 8 x 2,048: {label}", f"{told}: {medians['exact'] / medians['plain']:.3f}", True)
-    yield from parts_of_cost()
 
 
 def parts_of_cost() -> Iterator[Row]:

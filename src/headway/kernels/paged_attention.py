@@ -313,22 +313,24 @@ def _attend_tiles(
         else:
             k = tl.load(k_ptr + k_at[None, :] + size[:, None], mask=(size < HEAD)[:, None], other=0.0)
         if IEEE:
-            scores = tl.dot(q, k, input_precision="ieee") * scale
+            scores = tl.dot(q, k, input_precision="ieee")
         else:
-            scores = tl.dot(q, k) * scale
+            scores = tl.dot(q, k)
+        factor = scale * 1.4426950408889634
         if CAPPED:
-            scores = softcap * (2 / (1 + tl.exp(-2 * scores / softcap)) - 1)
-        scores *= 1.4426950408889634
+            scores = softcap * (2 / (1 + tl.exp(-2 * scores * scale / softcap)) - 1)
+            factor = 1.4426950408889634
         if MASKED:
             seen = (place[None, :] <= position[:, None]) & inside[None, :]
             if WINDOWED:
                 seen = seen & (place[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
         base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # nothing seen yet
-        weights = tl.exp2(scores - base[:, None])
+        # Written as one operation: else the compiler joins them here or there, and bits differ between both loops.
+        weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.zeros_like(scores) - base[:, None]))
         shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weights, 1)
+        total = tl.fma(total, shrink, tl.sum(weights, 1))
         if MASKED:
             v = tl.load(v_ptr + v_at[:, None] + size[None, :], mask=inside[:, None] & (size < HEAD)[None, :], other=0.0)
         elif HEAD == HEAD_2:
