@@ -21,9 +21,15 @@ def test_meshes_that_split_sums_are_refused(recipe) -> None:
     check_exact(recipe(EXACT), World(0, 2, torch.device("cpu"), axes={"shard": Axis(2)}))
 
 
-def test_halves_and_compiled_blocks_are_refused(recipe) -> None:
-    with pytest.raises(ModelError, match="for float32 so far, not bfloat16"):
-        check_exact(recipe(EXACT | {"train.dtype": "bfloat16"}), World(0, 1, torch.device("cpu")))
+def test_other_precisions_and_compiled_blocks_are_refused(recipe) -> None:
+    half = recipe(EXACT | {"train.dtype": "bfloat16"})
+    with pytest.raises(ModelError, match=r"on a CPU is for float32, not bfloat16"):
+        check_exact(half, World(0, 1, torch.device("cpu")))
+    with pytest.raises(ModelError, match=r"on a GPU is for bfloat16, not float32"):
+        check_exact(recipe(EXACT), World(0, 1, torch.device("cuda")))
+    check_exact(half, World(0, 1, torch.device("cuda")))
+    assert recipe({}).compiles("cuda")
+    assert not recipe(EXACT).compiles("cuda")
     with pytest.raises(RecipeError, match=r"needs train\.compile = false"):
         recipe(EXACT | {"train.compile": True})
 

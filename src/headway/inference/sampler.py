@@ -10,7 +10,7 @@ Shapes: R rows, V vocabulary, X the most log-probabilities asked for.
 """
 
 from collections.abc import Sequence as Rows
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -90,13 +90,33 @@ class Sampler:
         logprobs_RV = None
         if most is not None:
             logprobs_RV = self.logprobs(logits_RV, [p.logprob_temperature for p in params])
+        all_logits_RV = logits_RV
         logits_RV = self._adjusted(logits_RV[:, : self.vocabulary].float(), rows)
         tokens_R, kept_R = self._draw(logits_RV, rows, keeps=most is not None)
         if logprobs_RV is None or most is None:
             return Sampled(tokens_R)
-        chosen_R = logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
         top = logprobs_RV.topk(min(most, self.vocabulary), dim=-1)
-        return Sampled(tokens_R, chosen_R, top.indices, top.values, kept_R)
+        if not self._as_trained(all_logits_RV):
+            chosen_R = logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
+            return Sampled(tokens_R, chosen_R, top.indices, top.values, kept_R)
+        ids_RX = torch.cat((tokens_R.unsqueeze(1), top.indices), dim=1)
+        scores_RX = self._label_logprobs(all_logits_RV, ids_RX, [p.logprob_temperature for p in params])
+        return Sampled(tokens_R, scores_RX[:, 0].contiguous(), top.indices, scores_RX[:, 1:], kept_R)
+
+    def _as_trained(self, logits_RV: Tensor) -> bool:
+        """Whether log-probabilities are summed by the kernel of a trainer in exact mode."""
+        return self.counts_padding and dispatch.exact_triton(logits_RV.device)
+
+    def _label_logprobs(self, logits_RV: Tensor, ids_RX: Tensor, temperatures: Rows[float]) -> Tensor:
+        """Return the log-probabilities of tokens, each row at its temperature, with a trainer's bits."""
+        logits_RV, scores_RX = logits_RV.float(), torch.empty(ids_RX.shape, device=ids_RX.device)
+        for temperature in sorted(set(temperatures)):
+            rows = [row for row, other in enumerate(temperatures) if other == temperature]
+            here: Any = slice(None) if len(rows) == len(ids_RX) else uploaded(np.array(rows), ids_RX.device)
+            own_RV, ids = logits_RV[here], ids_RX[here]
+            columns = [label_logprobs(own_RV, column.contiguous(), temperature) for column in ids.unbind(1)]
+            scores_RX[here] = torch.stack(columns, dim=1)
+        return scores_RX
 
     def logprobs(self, logits_RV: Tensor, temperatures: Rows[float]) -> Tensor:
         """Return the log-probabilities of tokens that may be sampled, each row at its temperature."""
@@ -111,6 +131,10 @@ class Sampler:
         """Return the log-probabilities of given tokens, and the ids and log-probabilities of the likeliest ones."""
         logprobs_RV = self.logprobs(logits_RV, [params.logprob_temperature] * len(logits_RV))
         best = logprobs_RV.topk(min(params.prompt_logprobs or 0, self.vocabulary), dim=-1)
+        if self._as_trained(logits_RV):
+            ids_RX = torch.cat((tokens_R.unsqueeze(1), best.indices), dim=1)
+            scores_RX = self._label_logprobs(logits_RV, ids_RX, [params.logprob_temperature] * len(logits_RV))
+            return scores_RX[:, 0], best.indices, scores_RX[:, 1:]
         return logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1), best.indices, best.values
 
     def _adjusted(self, logits_RV: Tensor, rows: Rows[Sequence]) -> Tensor:

@@ -13,7 +13,7 @@ tiles have the same bits, since both add up in order.
 PyTorch's activations treat the end of a vector, which depends on the batch, with other code than the rest of it; but
 not exp, log, cos and tanh, nor what IEEE rounds correctly. Its norms, softmax and log-softmax go row by row.
 
-The backward passes are ordinary ones.
+The backward passes are ordinary ones. On GPUs, products are those of `exact_products.py`.
 """
 
 from functools import cache
@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from headway.kernels import dispatch, exact_products
 
 ROWS = 16
 """Rows of a tile: the fewest of which no place is special in MKL. Decoding one sequence pays for all of them."""
@@ -33,6 +35,13 @@ def linear(x: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor
     """Return x @ weight.T + bias, of any number of rows, each of which has the same bits in any batch."""
     y: Tensor = _Linear.apply(x, weight_OD, bias_O)
     return y
+
+
+def float32_product(x_TD: Tensor, weight_OD: Tensor) -> Tensor:
+    """Return x @ weight.T in float32, without gradients."""
+    if dispatch.exact_triton(x_TD.device):
+        return exact_products.product(x_TD, weight_OD, dtype=torch.float32)
+    return product(x_TD, weight_OD)
 
 
 def product(x_TD: Tensor, weight_OD: Tensor) -> Tensor:
@@ -63,6 +72,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_OD)
+        if dispatch.exact_triton(x.device):
+            return exact_products.product(x.flatten(0, -2), weight_OD, bias_O).view(*x.shape[:-1], -1)
         y = product(x.flatten(0, -2), weight_OD).view(*x.shape[:-1], -1)
         return y if bias_O is None else y + bias_O
 

@@ -87,6 +87,14 @@ def plan_tiles(
 
 def plan_documents(documents_BL: Tensor | None, rows: int, length: int, share: int) -> tuple[TilePlan, Tensor]:
     """Plan causal attention within the documents of rows; also return each token's position in its document [B, L]."""
+    starts, lengths, positions_T = document_spans(documents_BL, rows, length)
+    slots_SA = starts[:, None] + np.arange(lengths.max())
+    plan = plan_tiles(starts, lengths, lengths, slots_SA, share)
+    return plan, torch.from_numpy(positions_T).view(rows, length)
+
+
+def document_spans(documents_BL: Tensor | None, rows: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return where documents start among the tokens of all rows, how long they are, and each token's position."""
     begins_BL = np.zeros((rows, length), dtype=bool)
     begins_BL[:, 0] = True
     if documents_BL is not None:
@@ -94,10 +102,7 @@ def plan_documents(documents_BL: Tensor | None, rows: int, length: int, share: i
         begins_BL[:, 1:] = numbers_BL[:, 1:] != numbers_BL[:, :-1]
     starts = np.flatnonzero(begins_BL)
     lengths = np.diff(starts, append=rows * length)
-    positions_T = np.arange(rows * length) - np.repeat(starts, lengths)
-    slots_SA = starts[:, None] + np.arange(lengths.max())
-    plan = plan_tiles(starts, lengths, lengths, slots_SA, share)
-    return plan, torch.from_numpy(positions_T).view(rows, length)
+    return starts, lengths, np.arange(rows * length) - np.repeat(starts, lengths)
 
 
 def tiled_attention(

@@ -10,7 +10,8 @@
     adamw, norm    Triton, all tensors in one launch                         PyTorch's
     newton_schulz  Triton for large matrices, cuBLAS for the rest            PyTorch's
 
-In exact mode (`models/exact.py`), products and attention are those of `batch_invariant` instead, so far on CPUs.
+In exact mode (`models/exact.py`), products and attention are those of `batch_invariant` instead; on GPUs norms,
+rotation and gated activations are Triton's whatever their size.
 `headway kernels` prints the table for a machine, with reasons. A recipe's `train.plain` names operations to run in
 plain PyTorch instead: the reference when a kernel is in doubt.
 """
@@ -32,6 +33,7 @@ __all__ = [
     "Operation",
     "attention",
     "batch_invariant",
+    "exact_triton",
     "experts",
     "fused",
     "make_plain",
@@ -142,9 +144,16 @@ def experts(device: str, dtype: torch.dtype, dim: int, hidden: int) -> KernelCho
 
 def batch_invariant(device: str, dtype: torch.dtype) -> KernelChoice | None:
     """Choose the kernels of exact mode, which training and inference share; None where there are none yet."""
+    if device in devices and (dtype == torch.bfloat16 or device == "cpu") and INSTALLED:
+        return KernelChoice("triton", "sums in an order that depends on neither the batch nor the tiling")
     if device == "cpu" and dtype == torch.float32:
         return KernelChoice("tiles", "products of one shape, whose rows do not depend on each other")
     return None
+
+
+def exact_triton(device: torch.device) -> bool:
+    """Whether exact mode's kernels for tensors of a device are Triton's."""
+    return device.type in devices
 
 
 class DispatchRow(NamedTuple):

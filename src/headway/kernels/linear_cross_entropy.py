@@ -27,9 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.kernels import exact_products
 from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.exact_products import WHOLE
 from headway.kernels.inputs import IGNORED, autocast, float32_product
-from headway.kernels.logits import loss_rows_, new_logits, slopes_, statistics
+from headway.kernels.logits import ROW_TILE, loss_rows_, new_logits, slopes_, statistics
+from headway.kernels.sampling import label_logprobs
 from headway.kernels.triton_compat import tl, triton
 
 LOGITS_BYTES = 2**30
@@ -89,6 +92,18 @@ def _float32_chunks(x_TD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Te
     """The same with logits in float32."""
     for here, buffer in _buffers(x_TD, weight_VD, torch.float32):
         yield here, float32_product(x_TD[here], weight_VD, buffer)
+
+
+def _exact_chunks(x_TD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The same with the bits of exact mode, in chunks of which cuBLAS may do the whole."""
+    tokens, vocabulary = len(x_TD), len(weight_VD)
+    rows = max(chunk_rows(tokens, vocabulary, 4) // WHOLE, 1) * WHOLE
+    for first in range(0, tokens, rows):
+        here = slice(first, min(first + rows, tokens))
+        logits_TV = exact_products.product(x_TD[here], weight_VD, dtype=torch.float32)
+        if vocabulary % ROW_TILE:
+            logits_TV = new_logits(len(logits_TV), vocabulary, logits_TV).copy_(logits_TV)
+        yield here, logits_TV
 
 
 def _buffers(x_TD: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -187,20 +202,27 @@ def _(source: Tensor, _factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.custom_op("headway::token_scores", mutates_args=())
-def _scores(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None, exact: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probability, entropy and log-sum-exp of each token."""
     logprobs_T, entropy_T, spread_T = (labels_T.new_empty(len(x_TD), dtype=torch.float32) for _ in range(3))
     labels_T = labels_T.contiguous()
-    for here, logits_TV in _float32_chunks(x_TD, weight_VD):
+    for here, logits_TV in _exact_chunks(x_TD, weight_VD) if exact else _float32_chunks(x_TD, weight_VD):
         kept_T = labels_T[here] != IGNORED
         spread_T[here], chosen_T, entropies_T = statistics(logits_TV, labels_T[here], softcap, entropy=True)
-        logprobs_T[here] = (chosen_T - spread_T[here]).where(kept_T, 0.0)
+        if exact:
+            logprobs_T[here] = label_logprobs(logits_TV, labels_T[here])
+        else:
+            logprobs_T[here] = (chosen_T - spread_T[here]).where(kept_T, 0.0)
         entropy_T[here] = entropies_T.where(kept_T, 0.0)
     return logprobs_T, entropy_T, spread_T
 
 
 @_scores.register_fake
-def _(x_TD: Tensor, _weight_VD: Tensor, _labels_T: Tensor, _softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x_TD: Tensor, _weight_VD: Tensor, _labels_T: Tensor, _softcap: float | None, _exact: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     logprobs_T, entropy_T, spread_T = (x_TD.new_empty(len(x_TD), dtype=torch.float32) for _ in range(3))
     return logprobs_T, entropy_T, spread_T
 
@@ -293,8 +315,9 @@ class _TokenScores(torch.autograd.Function):
         softcap: float | None,
         wants_x: bool,
         wants_weight: bool,
+        exact: bool,
     ) -> tuple[Tensor, Tensor]:
-        logprobs_T, entropy_T, spread_T = _scores(x_TD, weight_VD, labels_T, softcap)
+        logprobs_T, entropy_T, spread_T = _scores(x_TD, weight_VD, labels_T, softcap, exact)
         ctx.save_for_backward(x_TD, weight_VD, labels_T, entropy_T, spread_T)
         ctx.softcap, ctx.wants = softcap, (wants_x, wants_weight)
         ctx.set_materialize_grads(False)  # a caller who uses one of the two pays for one
@@ -306,7 +329,7 @@ class _TokenScores(torch.autograd.Function):
         dx_TD, dweight_VD = _scores_backward(
             *ctx.saved_tensors, dlogprobs_T, dentropy_T, ctx.softcap, wants_x, wants_weight
         )
-        return dx_TD if wants_x else None, dweight_VD if wants_weight else None, None, None, None, None
+        return dx_TD if wants_x else None, dweight_VD if wants_weight else None, *[None] * 5
 
 
 def summed_cross_entropy(
@@ -326,19 +349,19 @@ def summed_cross_entropy(
 
 
 def token_scores(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each label and the entropy of each token, in float32, of x @ weight.T.
 
     Both are differentiable, and zero where the label is IGNORED. A label outside of the vocabulary has a
-    log-probability of NaN.
+    log-probability of NaN. If `exact`, log-probabilities have the sampler's bits (`sampling.py`).
     """
     x_TD, weight_VD = _taken(x_TD, weight_VD, labels_T, softcap)
     wants_x, wants_weight = _wanted(x_TD), _wanted(weight_VD)
     if not wants_x and not wants_weight:
-        logprobs_T, entropy_T, _ = _scores(x_TD, weight_VD, labels_T, softcap)
+        logprobs_T, entropy_T, _ = _scores(x_TD, weight_VD, labels_T, softcap, exact)
     else:
-        logprobs_T, entropy_T = _TokenScores.apply(x_TD, weight_VD, labels_T, softcap, wants_x, wants_weight)
+        logprobs_T, entropy_T = _TokenScores.apply(x_TD, weight_VD, labels_T, softcap, wants_x, wants_weight, exact)
     return logprobs_T, entropy_T
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from headway.kernels import dispatch
 from headway.kernels.batch_invariant_attention import TilePlan, plan_tiles, tiled_attention
 from headway.kernels.pointer_table import uploaded
 from headway.kernels.triton_compat import runs_on, tl, triton
@@ -141,6 +142,8 @@ def paged_attention(
     If `exact`, with the bits of attention in training: `batch_invariant_attention.py`.
     """
     scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
+    if exact and dispatch.exact_triton(q_TNH.device):
+        return triton_attention(q_TNH, keys_PZKH, values_PZKU, batch, scale, window, exact=True)
     if exact:
         plan = batch.tiles(q_TNH.shape[1] // keys_PZKH.shape[2], keys_PZKH.shape[1])
         return tiled_attention(q_TNH, keys_PZKH.flatten(0, 1), values_PZKU.flatten(0, 1), plan, scale, window)
@@ -452,7 +455,8 @@ def _paged_kernel(
 
     if SPLITS == 1:
         if SUMS:
-            tl.store(total_ptr + head * tokens + token, (peak + tl.log2(total)) * 0.6931471805599453, mask=real)
+            sums = (peak + tl.log2(tl.where(real, total, 1.0))) * 0.6931471805599453
+            tl.store(total_ptr + head * tokens + token, sums, mask=real)
         acc = acc / tl.where(real, total, 1.0)[:, None]
         live = real
     else:

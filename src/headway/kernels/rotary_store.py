@@ -155,8 +155,8 @@ def rotate_and_store(
         out if k_out is None else k_out, keys_PZKH, values_PZKH, eps,
         q_TF.stride(0), k_TF.stride(0), v_TF.stride(0), 0 if table_2LR is None else table_2LR.stride(0),
         *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], QUERIES=heads.queries, KEYS=heads.keys, HEAD=heads.size,
-        Q_BLOCK=q_block, K_BLOCK=k_block, PAGE=keys_PZKH.shape[1], NORMED=norms is not None, ROTATES=table_2LR is not None, KEEPS=keeps, EARLY=early,
-        num_warps=forward_cut(1, heads.size).warps, **options,
+        Q_BLOCK=q_block, K_BLOCK=k_block, PAGE=keys_PZKH.shape[1], NORMED=norms is not None,
+        ROTATES=table_2LR is not None, KEEPS=keeps, EARLY=early, num_warps=forward_cut(1, heads.size).warps, **options,
     )  # fmt: skip
     return out, k_out, v_TKH
 

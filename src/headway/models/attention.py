@@ -7,7 +7,8 @@
     GPU     yes, or              yes                 flex attention, which skips fully masked blocks
     CPU     any                  yes                 plain: products and a softmax
 
-In exact mode, training and inference have one kernel of their own, `kernels/batch_invariant_attention.py`.
+In exact mode, training and inference have one kernel of their own: `kernels/batch_invariant_attention.py` on CPUs,
+`kernels/exact_attention.py` on GPUs.
 
 Tokens of different documents in a row never attend to each other. `kernels.dispatch.attention` is that table.
 """
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headway.kernels import batch_invariant_attention
+from headway.kernels import batch_invariant_attention, exact_attention
 from headway.kernels import dispatch as table
 from headway.kernels.batch_invariant_attention import TilePlan
+from headway.kernels.exact_attention import DocumentPlan
 from headway.models.kv_cache import LayerCache
 from headway.recipe.model import Model
 
@@ -49,8 +51,10 @@ class BlockContext:
     """Masks by window; None for plain causal attention."""
     cache: LayerCache | None = None
     """Keys and values of earlier tokens, in inference."""
-    tiles: TilePlan | None = None
-    """Of attention in exact mode, whose backward pass uses the masks."""
+    tiles: TilePlan | DocumentPlan | None = None
+    """Of attention in exact mode, whose backward pass uses the masks, except on GPUs."""
+    exact: bool = False
+    """Whether a token has the same bits in every batch: see `models/exact.py`."""
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
@@ -122,6 +126,8 @@ def attend(
             q_BLNH, k_BLKH, v_BLKH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N
         )
     plain = partial(attend_all, mask=context.masks.get(window), scale=scale, softcap=softcap, sinks_N=sinks_N)
+    if isinstance(context.tiles, DocumentPlan):
+        return exact_attention.attention(q_BLNH, k_BLKH, v_BLKH, context.tiles, plain, scale=scale, window=window)
     if context.tiles is not None:
         return batch_invariant_attention.attention(
             q_BLNH, k_BLKH, v_BLKH, context.tiles, plain, scale=scale, window=window

@@ -10,9 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from headway.kernels import batch_invariant, few_rows
+from headway.kernels import batch_invariant, exact_attention, few_rows
 from headway.kernels.batch_invariant_attention import plan_documents
-from headway.kernels.inputs import float32_product
+from headway.kernels.dispatch import exact_triton
+from headway.kernels.inputs import autocast, float32_product
+from headway.kernels.paged_attention import exact_tiling
 from headway.models.attention import BlockContext, choose, see, windows_of
 from headway.models.kv_cache import KvCache
 from headway.models.layers import Linear, RMSNorm
@@ -45,8 +47,10 @@ class ContextBuilder(nn.Module):
         """Build the context of a whole sequence of `like`'s length, with document masks; or of a pass with a cache."""
         if cache is not None:
             long_L = False if cache.long_BL is None else cache.long_BL[0]
-            return BlockContext(self._bits(cache.positions_BL[0], long_L), {})
+            return BlockContext(self._bits(cache.positions_BL[0], long_L), {}, exact=self.exact)
         length, device = like_BL.shape[1], like_BL.device
+        if self.exact and exact_triton(device):
+            return self._exact(like_BL, documents_BL)
         kernel = choose(like_BL, self.model.head_dim, masked=True, capped=self.capped, sinks=self.sinks)
         masks = see(length, windows_of(self.model), documents_BL, device, kernel) if length > 1 else {}
         switch = self.model.switch_length if isinstance(self.model, RotaryModel) else None
@@ -55,8 +59,17 @@ class ContextBuilder(nn.Module):
             share = self.model.heads // self.model.kv_heads
             tiles, positions_BL = plan_documents(documents_BL, len(like_BL), length, share)
             bits = tuple(x.unflatten(1, positions_BL.shape) for x in self._bits(positions_BL.flatten(), long))
-            return BlockContext(bits, masks, tiles=tiles)
+            return BlockContext(bits, masks, tiles=tiles, exact=True)
         return BlockContext(self._bits(torch.arange(length, device=device), long), masks)
+
+    def _exact(self, like_BL: Tensor, documents_BL: Tensor | None) -> BlockContext:
+        """Build the context of exact mode's Triton kernels."""
+        (rows, length), device, model = like_BL.shape, like_BL.device, self.model
+        queries = exact_tiling(model.heads // model.kv_heads, model.head_dim).queries
+        plan, positions_BL = exact_attention.plan_documents(documents_BL, rows, length, queries, device)
+        masks = {} if device.type == "cuda" else see(length, windows_of(model), documents_BL, device, "masked")
+        bits = tuple(x.unflatten(1, positions_BL.shape) for x in self._bits(positions_BL.flatten(), False))
+        return BlockContext(bits, masks, tiles=plan, exact=True)
 
     def _bits(self, positions_L: Tensor, long: Tensor | bool) -> tuple[Tensor, ...]:
         return tuple(table.view(torch.int32) for table in self.tables(positions_L, long))
@@ -164,6 +177,8 @@ class Decoder(nn.Module):
         """
         context = self.context(tokens_BL, documents_BL, cache)
         x_BLD = self.embed(tokens_BL, documents_BL, None if cache is None else cache.positions_BL)
+        if self.loss.exact:
+            x_BLD = autocast(x_BLD)  # the stream of an engine has the precision of products
         for i, block in enumerate(self.layers):
             x_BLD = block(x_BLD, context if cache is None else replace(context, cache=cache.layer(i)))
         out: Tensor = self.norm(x_BLD)
@@ -185,7 +200,8 @@ class Decoder(nn.Module):
         of products."""
         if x_TD.dtype == torch.float32:
             return self.logits(x_TD)
-        scores = float32_product(x_TD, self.output_weight)
+        product = batch_invariant.float32_product if self.loss.exact else float32_product
+        scores = product(x_TD, self.output_weight)
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     @property

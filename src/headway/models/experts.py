@@ -92,13 +92,17 @@ class Experts(nn.Module):
             made_ND = self.loop(rows_ND, ends_E)
         made_TXD = _Gathered.apply(made_ND, back_N, order_N, 1).unflatten(0, chosen_TX.shape)
         if self.exact:
-            return _summed(made_TXD * weights_TX.unsqueeze(-1))
+            return _summed(made_TXD * weights_TX.unsqueeze(-1)).to(made_TXD.dtype)
         with torch.autocast(x_TD.device.type, enabled=False):  # on GPUs it would sum a float32 copy
             return (made_TXD * weights_TX.unsqueeze(-1).to(made_TXD.dtype)).sum(dim=1)
 
     def _kernel(self, device: torch.device, dtype: torch.dtype) -> str:
         _, hidden, dim = self.gate.shape
         return table.experts(device.type, dtype, dim, hidden).kernel
+
+    def grouped_on(self, device: torch.device) -> bool:
+        """Whether products in bfloat16 are grouped on a device."""
+        return self._kernel(device, torch.bfloat16) == "grouped"
 
     def needs_no_host(self) -> bool:
         """Whether a pass in the weights' own precision never waits for the device, so that a graph can contain it."""

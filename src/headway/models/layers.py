@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from headway.kernels import batch_invariant, few_rows
-from headway.kernels.dispatch import uses_triton
+from headway.kernels.dispatch import exact_triton, uses_triton
 from headway.kernels.gated import geglu, swiglu
+from headway.kernels.inputs import autocast
 from headway.kernels.rms_norm import rms_norm
 
 silu = nn.functional.silu
@@ -28,6 +29,8 @@ FUSED: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {s
 
 def gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     """Return activation(gate) * up."""
+    if activation is batch_invariant.silu and exact_triton(gate.device):
+        return swiglu(gate, up)
     if uses_triton("gated", gate) and activation in FUSED:
         return FUSED[activation](gate, up)
     return activation(gate) * up
@@ -45,7 +48,8 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         if self.exact:
-            return batch_invariant.linear(x, self.weight, self.bias)
+            bias = None if self.bias is None else autocast(self.bias)
+            return batch_invariant.linear(autocast(x), autocast(self.weight), bias)
         if few_rows.takes(x, self.weight):
             return few_rows.linear(x, self.weight, self.bias)
         return super().forward(x)
@@ -54,6 +58,9 @@ class Linear(nn.Linear):
 class RMSNorm(nn.Module):
     """RMSNorm with float32 statistics."""
 
+    exact = False
+    """Whether a row has the same bits in every batch: see `models/exact.py`."""
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -61,7 +68,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize over the last dim."""
-        if uses_triton("rms_norm", x):
+        if (self.exact and exact_triton(x.device)) or uses_triton("rms_norm", x):
             return rms_norm(x, self.weight, self.eps)
         # rms_norm sums bfloat16 in float32 by itself; with two dtypes it would not use its fused kernel.
         return nn.functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)

@@ -33,7 +33,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         if self.rotates:
-            q_BLNH, k_BLKH = rotate(q_BLNH, context.tables[0]), rotate(k_BLKH, context.tables[0])
+            q_BLNH, k_BLKH = (rotate(x, context.tables[0], exact=context.exact) for x in (q_BLNH, k_BLKH))
         y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, context, window=self.window)
         out_BLD: Tensor = self.o(y_BLNH.flatten(2))
         return out_BLD

@@ -4,15 +4,16 @@ Logits of log-probabilities are float32 also where x and the head are bfloat16, 
 compare them with others of the same tokens. Those of the cross-entropy are in the precision of products, for speed.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headway.kernels import batch_invariant, linear_cross_entropy
-from headway.kernels.dispatch import uses_triton
+from headway.kernels.dispatch import exact_triton, uses_triton
+from headway.kernels.exact_products import WHOLE
 from headway.kernels.inputs import IGNORED, autocast, float32_product
+from headway.kernels.sampling import label_logprobs
 from headway.models.entropy import logprobs_and_entropy
 from headway.models.top_k import logprobs_among, top_k_logprobs
 
@@ -41,8 +42,9 @@ class Loss(nn.Module):
     def logprobs(self, x_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the log-probability of each label [B, L], in float32, of logits / temperature; 0 where it is
         IGNORED."""
-        product = batch_invariant.product if self.exact else float32_product
-        flat_T = token_logprobs(x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap, temperature, product)
+        flat_T = token_logprobs(
+            x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.softcap, temperature, self.exact
+        )
         return flat_T.view(labels_BL.shape)
 
     def logprobs_and_entropy(
@@ -50,16 +52,19 @@ class Loss(nn.Module):
     ) -> Tensor:
         """Return the log-probability of each label, and the entropy of the distribution it is drawn from [B, L, 2].
 
-        In exact mode, log-probabilities have the bits of `logprobs`, for one more product.
+        In exact mode, log-probabilities have the bits of `logprobs`, on CPUs or at other temperatures than 1 for one
+        more product.
         """
         labels_T, x_TD = labels_BL.flatten(), x_BLD.flatten(0, 1)
-        if temperature == 1 and uses_triton("loss", x_TD):
-            flat = torch.stack(linear_cross_entropy.token_scores(x_TD, weight_VD, labels_T, self.softcap), dim=1)
+        fused = temperature == 1 and _fused(x_TD, self.exact)
+        if fused:
+            scores = linear_cross_entropy.token_scores(x_TD, weight_VD, labels_T, self.softcap, self.exact)
+            flat = torch.stack(scores, dim=1)
         else:
             rows = chunk_rows(x_BLD.device.type, weight_VD.shape[0])
             flat = logprobs_and_entropy(x_TD, weight_VD, labels_T, temperature, self.softcap, rows)
         scores_BL2 = flat.view(*labels_BL.shape, 2)
-        if self.exact:
+        if self.exact and not fused:
             logprobs_BL = self.logprobs(x_BLD, weight_VD, labels_BL, temperature)
             return torch.stack((logprobs_BL, scores_BL2[..., 1]), dim=-1)
         return scores_BL2
@@ -94,8 +99,9 @@ def summed_cross_entropy(
     return _SummedCrossEntropy.apply(x_TD, weight_VD, labels_T, softcap, z_loss if wanted else 0.0, wanted)
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Logits of a stream and the head's matrix."""
+def _fused(x_TD: Tensor, exact: bool) -> bool:
+    """Whether log-probabilities and entropies come from one pass over the logits."""
+    return exact_triton(x_TD.device) if exact else uses_triton("loss", x_TD)
 
 
 def token_logprobs(
@@ -104,15 +110,16 @@ def token_logprobs(
     labels_T: Tensor,
     softcap: float | None = None,
     temperature: float = 1.0,
-    product: Product = float32_product,
+    exact: bool = False,
 ) -> Tensor:
     """Return the log-probability of each label under x @ weight.T / temperature, in float32; 0 where it is IGNORED.
 
-    Not all logits are in memory at once: the backward pass computes them again.
+    Not all logits are in memory at once: the backward pass computes them again. If `exact`, with the same bits in every
+    batch, and the sampler's.
     """
-    if temperature == 1 and uses_triton("loss", x_TD):
-        return linear_cross_entropy.token_scores(x_TD, weight_VD, labels_T, softcap)[0]
-    flat_T: Tensor = _TokenLogprobs.apply(autocast(x_TD), autocast(weight_VD), labels_T, softcap, temperature, product)
+    if temperature == 1 and _fused(x_TD, exact):
+        return linear_cross_entropy.token_scores(x_TD, weight_VD, labels_T, softcap, exact)[0]
+    flat_T: Tensor = _TokenLogprobs.apply(autocast(x_TD), autocast(weight_VD), labels_T, softcap, temperature, exact)
     return flat_T
 
 
@@ -197,13 +204,20 @@ class _TokenLogprobs(torch.autograd.Function):
         labels_T: Tensor,
         softcap: float | None,
         temperature: float,
-        product: Product,
+        exact: bool,
     ) -> Tensor:
         rows = chunk_rows(x_TD.device.type, weight_VD.shape[0])
+        samples = exact and exact_triton(x_TD.device)
+        if samples:
+            rows = max(rows // WHOLE, 1) * WHOLE
+        product = batch_invariant.float32_product if exact else float32_product
         logprobs_T = torch.empty(len(x_TD), dtype=torch.float32, device=x_TD.device)
         for first in range(0, len(x_TD), rows):
             here = slice(first, first + rows)
             logits = product(x_TD[here], weight_VD)
+            if samples:
+                logprobs_T[here] = label_logprobs(_capped(logits, softcap), labels_T[here], temperature)
+                continue
             scores, targets, unmasked, _ = _scored(logits, labels_T[here], softcap, temperature)
             logprobs_T[here] = scores.gather(1, targets).squeeze(1).where(unmasked, 0.0)
         ctx.save_for_backward(x_TD, weight_VD, labels_T)
@@ -235,6 +249,10 @@ class _TokenLogprobs(torch.autograd.Function):
             if dweight_VD is not None:
                 dweight_VD += slope.T @ x_TD[here]
         return dx_TD, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype), *[None] * 4
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _scored(

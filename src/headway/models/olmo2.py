@@ -28,7 +28,7 @@ class Attention(nn.Module):
         q_BLNH = self.q_norm(self.q(x_BLD)).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.k_norm(self.k(x_BLD)).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
-        q_BLNH, k_BLKH = rotate(q_BLNH, context.tables[0]), rotate(k_BLKH, context.tables[0])
+        q_BLNH, k_BLKH = (rotate(x, context.tables[0], exact=context.exact) for x in (q_BLNH, k_BLKH))
         y_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, context)
         out_BLD: Tensor = self.o(y_BLNH.flatten(2))
         return out_BLD

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from headway.kernels.dispatch import uses_triton
+from headway.kernels.dispatch import exact_triton, uses_triton
 from headway.kernels.rope import rope_one
 from headway.recipe.rope import RopeScaling
 
@@ -93,11 +93,15 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rotate(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
+def rotate(x_BLNH: Tensor, table_2LR: Tensor, *, exact: bool = False) -> Tensor:
     """Rotate each pair (i, i + R) of a head by its position's angle, in float32; dims beyond 2R stay.
 
-    The table is of all rows, [2, L, R], or of each, [2, B, L, R].
+    The table is of all rows, [2, L, R], or of each, [2, B, L, R]. In exact mode the kernel is the same for any size.
     """
+    if exact and exact_triton(x_BLNH.device):
+        if table_2LR.dim() == 3:
+            return rope_one(x_BLNH, table_2LR)
+        return rope_one(x_BLNH.flatten(0, 1).unsqueeze(0), table_2LR.flatten(1, 2)).view(x_BLNH.shape)
     if uses_triton("rope", x_BLNH):
         return rope_one(x_BLNH, table_2LR)
     cos_L1R, sin_L1R = table_2LR.unsqueeze(-2).unbind(0)

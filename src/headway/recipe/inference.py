@@ -8,4 +8,4 @@ class Inference(Section):
 
     exact: bool = False
     """Compute each token alike in every batch, in training and inference: an engine that is exact, too, then reports
-    log-probabilities with the bits of the trainer's own. So far in float32 on CPUs."""
+    log-probabilities with the bits of the trainer's own. In float32 on CPUs, in bfloat16 on GPUs."""

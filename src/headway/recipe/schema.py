@@ -198,6 +198,8 @@ class Recipe(Section):
         """Whether blocks are compiled on a kind of device; by default those of built-in families on GPUs."""
         if self.train.compile is not None:
             return self.train.compile
+        if self.inference.exact:
+            return False
         splits_backward = self.parallel is not None and self.parallel.schedule == "zero-bubble"
         return device == "cuda" and self.model.class_ is None and not splits_backward
 

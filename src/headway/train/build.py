@@ -149,7 +149,7 @@ def build(
     freeze(model, recipe.train)
     if recipe.inference.exact:
         check_exact(recipe, world)
-        make_exact(model, world.device)
+        make_exact(model, world.device, getattr(torch, recipe.train.dtype))
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     measures = None if isinstance(objective, NextToken) else cast(Objective, objective)
@@ -274,9 +274,12 @@ def check_exact(recipe: Recipe, world: World) -> None:
             f"inference.exact needs a mesh of replicate and shard axes only, and this one has {', '.join(split)}",
             hint=f"--set parallel.{split[0]}=1",
         )
-    if recipe.train.dtype != "float32":
+    needed = "bfloat16" if world.device.type == "cuda" else "float32"
+    if recipe.train.dtype != needed:
         raise ModelError(
-            f"inference.exact is for float32 so far, not {recipe.train.dtype}", hint="--set train.dtype=float32"
+            f"inference.exact on a {'GPU' if world.device.type == 'cuda' else 'CPU'} is for {needed}, "
+            f"not {recipe.train.dtype}",
+            hint=f"--set train.dtype={needed}",
         )
 
 

@@ -109,7 +109,7 @@ def policy_at(recipe: Recipe, run: RunFolder, checkpoint: Path | None, world: Wo
         base = base_names(model)
     model.requires_grad_(False)
     if recipe.inference.exact:
-        make_exact(model, world.device)
+        make_exact(model, world.device, getattr(torch, recipe.train.dtype))
     objective = cast(Objective, make_objective(recipe.objective, False, recipe.rl))
     spread = parallelize_model(model, recipe, world, objective=objective)
     held = ModelShare(world.rank, world.stage, spread.borrowed, spread.names, base)

@@ -76,7 +76,7 @@ def frozen_model(
     lower(model, recipe.train)
     model.requires_grad_(False)
     if recipe.inference.exact:
-        make_exact(model, world.device)
+        make_exact(model, world.device, getattr(torch, recipe.train.dtype))
     spread = parallelize_model(model, recipe, world, objective=objective)
     for buffer in spread.model.buffers():
         buffer.zero_()
