@@ -27,6 +27,8 @@ from headway.models.llama import Attention, Block, LlamaDecoder
 
 EARLY_ROWS = 256
 """Tokens of a pass up to which kernels start before the one ahead of them has ended."""
+FEW_ROWS = 16
+"""Tokens up to which the product after attention starts early, too."""
 BLAS_ROWS = 64
 """Rows from which cuBLAS is faster where there is nothing to fuse (H200: 8 us against 9 for 1024 x 2048)."""
 
@@ -77,7 +79,8 @@ class FusedDecoder:
             return matrix_vector.linear_into(x_TD, inner_TF, mlp.down.weight, early=early)
         h_TD = self._normed(x_TD, block.attention_norm, early)
         y_TF = self._attend(attention, self._projected(attention, h_TD, early), cache, number, early)
-        x_TD = self._added(x_TD, y_TF, attention.o, early)
+        # A product that waits for a long attention would take its place on the multiprocessors.
+        x_TD = self._added(x_TD, y_TF, attention.o, early and len(x_TD) <= FEW_ROWS)
         h_TD = self._normed(x_TD, block.mlp_norm, early)
         if self._sequential(len(x_TD)):
             inner_TF = sequential_linear.gated_linear(h_TD, mlp.gate.weight, mlp.up.weight, early=early)

@@ -17,6 +17,7 @@ sequence keeps.
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -52,8 +53,10 @@ class PagedBatch:
 
     @property
     def fresh(self) -> bool:
-        """Whether all sequences begin with this pass, in more than a few tokens each: it has all their keys."""
-        return len(self.slots_T) == sum(self.lengths) and len(self.slots_T) >= FRESH_TOKENS * len(self.lengths)
+        """Whether all sequences begin with this pass, with as many tokens each, and long: it has all their keys."""
+        return (
+            len(set(self.lengths)) == 1 and len(self.slots_T) == sum(self.lengths) and self.lengths[0] >= FRESH_TOKENS
+        )
 
     def tiles(self, share: int, page: int) -> TilePlan:
         """Return the plan of batch-invariant attention, with so many query heads per key head; made once per pass."""
@@ -87,22 +90,16 @@ class KeySpan:
     """Added to the scores: 0 where a query attends, else minus infinity."""
 
 
-FRESH_TOKENS = 512
-"""Mean length from which prompts have attention of their own, without pages."""
+FRESH_TOKENS = 1024
+"""Length from which prompts have attention of their own, without pages. The library plans for each shape anew, which
+takes longer than it saves for shorter ones of many lengths."""
 
 
 def fresh_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: PagedBatch, scale: float) -> Tensor:
-    """Return causal attention [T, N, H] of sequences that begin with this pass, by PyTorch's fastest kernel: one
-    launch for sequences of the same length."""
-    lengths = batch.lengths
-    if len(set(lengths)) == 1:
-        q, k, v = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
-        return _causal(q, k, v, scale).transpose(1, 2).flatten(0, 1)
-    y_TNH = torch.empty_like(q_TNH)
-    for first, last in zip(batch.starts, batch.starts[1:], strict=False):
-        q, k, v = (x[first:last].transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_TKH, v_TKH))
-        y_TNH[first:last] = _causal(q, k, v, scale)[0].transpose(0, 1)
-    return y_TNH
+    """Return causal attention [T, N, H] of sequences that begin with this pass, all of the same length, by PyTorch's
+    fastest kernel."""
+    q, k, v = (x.unflatten(0, (len(batch.lengths), -1)).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
+    return _causal(q, k, v, scale).transpose(1, 2).flatten(0, 1)
 
 
 def _causal(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, scale: float) -> Tensor:
@@ -382,10 +379,10 @@ def _attend_tiles(
 # Counts differ from pass to pass: a kernel compiled for each kind of number would take seconds amid serving.
 @triton.jit(do_not_specialize=["window", "tables_stride", "tokens"])
 def _paged_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, peak_ptr, total_ptr, sinks_ptr, program_sequence_ptr, program_first_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, peak_ptr, total_ptr, counters_ptr, sinks_ptr, program_sequence_ptr, program_first_ptr,
     starts_ptr, lengths_ptr, tables_ptr, scale, softcap, window,
     q_stride_t, q_stride_n, k_stride_p, k_stride_z, k_stride_k, v_stride_p, v_stride_z, v_stride_k,
-    out_stride_s, out_stride_t, out_stride_n, tables_stride, heads, tokens,
+    out_stride_t, out_stride_n, tables_stride, heads, tokens,
     SHARE: tl.constexpr, SHARE_2: tl.constexpr, HEAD: tl.constexpr, HEAD_2: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr, SUNK: tl.constexpr, IEEE: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr,
@@ -458,38 +455,43 @@ def _paged_kernel(
             sums = (peak + tl.log2(tl.where(real, total, 1.0))) * 0.6931471805599453
             tl.store(total_ptr + head * tokens + token, sums, mask=real)
         acc = acc / tl.where(real, total, 1.0)[:, None]
-        live = real
+        tl.store(
+            out_ptr + token[:, None] * out_stride_t + head[:, None] * out_stride_n + size[None, :],
+            acc, mask=real[:, None] & in_head[None, :],
+        )  # fmt: skip
     else:
-        place = split * tokens * heads + token * heads + head
+        each_row = token * heads + head
+        row_parts = parts_ptr + each_row[:, None] * HEAD_2 + size[None, :]
+        place = split * tokens * heads + each_row
         tl.store(peak_ptr + place, peak, mask=real)
         tl.store(total_ptr + place, total, mask=real)
-        live = real & (low < high)
-    tl.store(
-        out_ptr + split * out_stride_s + token[:, None] * out_stride_t + head[:, None] * out_stride_n + size[None, :],
-        acc, mask=live[:, None] & in_head[None, :],
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _join_kernel(
-    parts_ptr, peak_ptr, total_ptr, out_ptr, rows,
-    HEAD: tl.constexpr, HEAD_2: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    size = tl.arange(0, HEAD_2)
-    peaks = tl.load(peak_ptr + split * rows + row)
-    totals = tl.load(total_ptr + split * rows + row)
-    share = tl.exp2(peaks - tl.max(peaks, 0))
-    parts = tl.load(
-        parts_ptr + (split[:, None] * rows + row) * HEAD + size[None, :],
-        mask=(peaks > -float("inf"))[:, None] & (size < HEAD)[None, :], other=0.0,
-    )  # fmt: skip
-    joined = tl.sum(parts * share[:, None], 0) / tl.sum(totals * share, 0)
-    tl.store(out_ptr + row * HEAD + size, joined, mask=size < HEAD)
+        tl.store(row_parts + split.to(tl.int64) * tokens * heads * HEAD_2, acc, mask=(real & (low < high))[:, None])
+        # The last of a sequence's programs joins the parts of all, in their order.
+        tl.debug_barrier()
+        counter = counters_ptr + program * tl.num_programs(1) + key_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+            tl.debug_barrier()
+            highest = tl.full([ROWS], -float("inf"), tl.float32)
+            for other in range(SPLITS):
+                place = other * tokens * heads + each_row
+                highest = tl.maximum(highest, tl.load(peak_ptr + place, mask=real, other=0.0, cache_modifier=".cg"))
+            joined = tl.zeros([ROWS, HEAD_2], tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            for other in range(SPLITS):
+                place = other * tokens * heads + each_row
+                peak = tl.load(peak_ptr + place, mask=real, other=0.0, cache_modifier=".cg")
+                weight = tl.exp2(peak - highest)
+                total += weight * tl.load(total_ptr + place, mask=real, other=1.0, cache_modifier=".cg")
+                part = tl.load(
+                    row_parts + tl.cast(other, tl.int64) * tokens * heads * HEAD_2,
+                    mask=(real & (peak > -float("inf")))[:, None], other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                joined += weight[:, None] * part
+            tl.store(
+                out_ptr + token[:, None] * out_stride_t + head[:, None] * out_stride_n + size[None, :],
+                joined / total[:, None], mask=real[:, None] & in_head[None, :],
+            )  # fmt: skip
+            tl.store(counter, 0)
 
 
 def triton_attention(
@@ -514,24 +516,21 @@ def triton_attention(
     tiling = tiling or cut(batch, heads // key_heads, key_heads, size, processors, exact=exact)
     sequences, firsts = batch.programs(tiling.queries)
     out = torch.empty_like(q_TNH)
-    parts, peaks, totals = out.unsqueeze(0), out, out
+    parts, peaks, totals, counters = out, out, out, sequences
     if tiling.splits > 1:
-        parts = torch.empty((tiling.splits, *q_TNH.shape), dtype=torch.float32, device=q_TNH.device)
-        peaks, totals = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q_TNH.device) for _ in range(2))
+        shape, device = (tiling.splits, tokens, heads), q_TNH.device
+        parts = torch.empty((*shape, max(16, _power_of_two(size))), dtype=torch.float32, device=device)
+        peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        counters = _counters(device, len(sequences) * key_heads)
     options = {"launch_pdl": True} if early else {}
     _paged_kernel[len(sequences), key_heads, tiling.splits](
-        q_TNH, keys_PZKH, values_PZKH, parts, peaks, totals, q_TNH if sinks_N is None else sinks_N, sequences, firsts,
-        batch.starts_S1, batch.lengths_S, batch.tables_SP, scale, softcap or 0.0, window or 0,
-        *q_TNH.stride()[:2], *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], *parts.stride()[:3],
+        q_TNH, keys_PZKH, values_PZKH, out, parts, peaks, totals, counters, q_TNH if sinks_N is None else sinks_N,
+        sequences, firsts, batch.starts_S1, batch.lengths_S, batch.tables_SP, scale, softcap or 0.0, window or 0,
+        *q_TNH.stride()[:2], *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], *out.stride()[:2],
         batch.tables_SP.stride(0), heads, tokens,
         PAGE=keys_PZKH.shape[1], SUMS=False,
         **_constants(q_TNH, heads // key_heads, tiling, window, softcap, sinks_N), EARLY=early, **options,
     )  # fmt: skip
-    if tiling.splits > 1:
-        _join_kernel[(tokens * heads,)](
-            parts, peaks, totals, out, tokens * heads, HEAD=size, HEAD_2=max(16, _power_of_two(size)),
-            SPLITS=tiling.splits, EARLY=early, num_warps=1, **options,
-        )  # fmt: skip
     return out
 
 
@@ -550,6 +549,19 @@ def _constants(
         "WINDOWED": window is not None, "CAPPED": softcap is not None, "SUNK": sinks_N is not None,
         "IEEE": q_TNH.dtype == torch.float32, "num_warps": tiling.warps, "num_stages": tiling.stages,
     }  # fmt: skip
+
+
+@cache
+def _all_counters(device: torch.device) -> list[Tensor]:
+    return []
+
+
+def _counters(device: torch.device, count: int) -> Tensor:
+    """Return counters that are 0 between launches. Larger ones never replace those that a graph may hold."""
+    made = _all_counters(device)
+    if not made or len(made[-1]) < count:
+        made.append(torch.zeros(max(count, 4096), dtype=torch.int32, device=device))
+    return made[-1]
 
 
 def causal_attention(
@@ -576,9 +588,9 @@ def causal_attention(
     lengths_S = starts_S1.diff()
     assert q_TNH.stride(2) == k_TKH.stride(2) == v_TKH.stride(2) == 1
     _paged_kernel[len(programs[0]), k_TKH.shape[1], 1](
-        q_TNH, k_TKH, v_TKH, out, sums_NT, sums_NT, q_TNH, *programs, starts_S1, lengths_S, starts_S1, scale, 0.0,
-        window or 0, *q_TNH.stride()[:2], 0, *k_TKH.stride()[:2], 0, *v_TKH.stride()[:2], 0, *out.stride()[:2],
-        0, heads, tokens, PAGE=0, SUMS=True, **_constants(q_TNH, share, tiling, window, None, None), EARLY=False,
+        q_TNH, k_TKH, v_TKH, out, sums_NT, sums_NT, sums_NT, starts_S1, q_TNH, *programs, starts_S1, lengths_S,
+        starts_S1, scale, 0.0, window or 0, *q_TNH.stride()[:2], 0, *k_TKH.stride()[:2], 0, *v_TKH.stride()[:2],
+        *out.stride()[:2], 0, heads, tokens, PAGE=0, SUMS=True, **_constants(q_TNH, share, tiling, window, None, None), EARLY=False,
     )  # fmt: skip
     return out, sums_NT
 
