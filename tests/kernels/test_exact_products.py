@@ -115,7 +115,7 @@ def test_rotation_into_pages_has_the_bits_of_modules() -> None:
     positions, norms = torch.tensor([3, 0, 9, 40, 7, 1]), (noise(64, seed=4), noise(64, seed=5))
     pages, slots = torch.zeros(2, 3, 4, 1, 64), torch.tensor([0, 5, 11, 2, 7, 3])
     every = rotary_table(torch.arange(41), 64, 1e4)
-    got = rotate_and_store(q, k, v, shape, every, positions, slots, pages[0], pages[1], norms, 1e-5)
+    got, _, _ = rotate_and_store(q, k, v, shape, every, positions, slots, pages[0], pages[1], norms, 1e-5)
     of_tokens = rotary_table(positions, 64, 1e4)
     # Rows with tables of their own, as packed documents have.
     trained = [

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +47,7 @@ class TokenLogprobs:
     top: Mapping[int, float]
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """A token of a sequence, or its end."""
 
     request_id: str
@@ -472,6 +471,8 @@ class InferenceEngine:
 
     def _prompt_of(self, sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
         """Return the prompt's log-probabilities, once."""
+        if not self._prompts:  # as is usual
+            return None
         noted = self._prompts.pop(sequence.arrival, None)
         return None if noted is None else tuple(noted.rows)
 

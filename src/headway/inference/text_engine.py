@@ -1,8 +1,8 @@
 """The engine with text: prompts are encoded, outputs decoded as they come, and stop texts end them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -60,8 +60,7 @@ class EngineOptions:
         return self.block_size or (64 if device.type == "cuda" else 16)
 
 
-@dataclass(frozen=True)
-class TextOutput:
+class TextOutput(NamedTuple):
     """A token's output, and the text that it completes."""
 
     output: Output
@@ -204,10 +203,11 @@ class TextEngine:
             if stream is None:  # aborted
                 continue
             ends = output.finish == "stop"  # the token that ended it is no part of the text
-            text = "" if output.token_id is None or ends else stream.add(output.token_id)
+            silent = output.token_id is None or ends or self.loaded.tokenizer is None
+            text = "" if silent else stream.add(output.token_id)  # type: ignore[arg-type]
             if stream.stopped:
                 self.engine.end(output.request_id, output.index)
-                output = replace(output, finish="stop")
+                output = output._replace(finish="stop")
             elif output.finish is not None:
                 text += stream.end()
             if output.finish is not None:

@@ -379,8 +379,8 @@ def _attend_tiles(
 # Counts differ from pass to pass: a kernel compiled for each kind of number would take seconds amid serving.
 @triton.jit(do_not_specialize=["window", "tables_stride", "tokens"])
 def _paged_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, peak_ptr, total_ptr, counters_ptr, sinks_ptr, program_sequence_ptr, program_first_ptr,
-    starts_ptr, lengths_ptr, tables_ptr, scale, softcap, window,
+    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, peak_ptr, total_ptr, counters_ptr, sinks_ptr, program_sequence_ptr,
+    program_first_ptr, starts_ptr, lengths_ptr, tables_ptr, scale, softcap, window,
     q_stride_t, q_stride_n, k_stride_p, k_stride_z, k_stride_k, v_stride_p, v_stride_z, v_stride_k,
     out_stride_t, out_stride_n, tables_stride, heads, tokens,
     SHARE: tl.constexpr, SHARE_2: tl.constexpr, HEAD: tl.constexpr, HEAD_2: tl.constexpr, PAGE: tl.constexpr,
@@ -552,7 +552,7 @@ def _constants(
 
 
 @cache
-def _all_counters(device: torch.device) -> list[Tensor]:
+def _all_counters(_device: torch.device) -> list[Tensor]:
     return []
 
 
@@ -590,7 +590,8 @@ def causal_attention(
     _paged_kernel[len(programs[0]), k_TKH.shape[1], 1](
         q_TNH, k_TKH, v_TKH, out, sums_NT, sums_NT, sums_NT, starts_S1, q_TNH, *programs, starts_S1, lengths_S,
         starts_S1, scale, 0.0, window or 0, *q_TNH.stride()[:2], 0, *k_TKH.stride()[:2], 0, *v_TKH.stride()[:2],
-        *out.stride()[:2], 0, heads, tokens, PAGE=0, SUMS=True, **_constants(q_TNH, share, tiling, window, None, None), EARLY=False,
+        *out.stride()[:2], 0, heads, tokens, PAGE=0, SUMS=True,
+        **_constants(q_TNH, share, tiling, window, None, None), EARLY=False,
     )  # fmt: skip
     return out, sums_NT
 
