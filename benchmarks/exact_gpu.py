@@ -38,7 +38,7 @@ from headway.kernels.rope import rope_one
 from headway.kernels.rotary_store import HeadShape, rotate_and_store
 from headway.kernels.sampling import draw, label_logprobs
 from headway.models import Decoder, empty_decoder
-from headway.models.exact import make_exact
+from headway.models.exact import make_exact, proven
 from headway.models.rotary import rotary_table
 from headway.recipe.families import class_of
 
@@ -65,6 +65,8 @@ QWEN3_06B = {
 }  # fmt: skip
 VOCABULARY = 31900
 STARTED = time.monotonic()
+
+proven.add("cuda")  # that is what is tried here
 
 
 def main() -> None:

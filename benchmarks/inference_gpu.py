@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams
@@ -22,6 +23,7 @@ from headway.recipe import Model
 from headway.recipe.huggingface import model_from_config
 
 CUDA = torch.device("cuda")
+STARTED = psutil.Process().create_time()
 MARGINS = {torch.bfloat16: 0.125, torch.float32: 1e-3}
 """bfloat16 logits around 16 are 0.125 apart: below that, which of two tokens is best is chance."""
 
@@ -34,6 +36,10 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
     "max_position_embeddings": 131072, "tie_word_embeddings": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+LLAMA_8B = LLAMA | {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 SMALL = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -128,30 +134,47 @@ def _pages(spans: list[tuple[int, int]], heads: tuple[int, int], size: int, dtyp
     return torch.randn(starts[-1], heads[0], size, device=CUDA).to(dtype), keys, values, batch
 
 
-def throughput(config: dict[str, Any], sequences: int, graphs: bool = True) -> dict[str, float]:
-    """Tokens per second: nano-vllm's benchmark of many sequences, or decoding of one."""
-    options = EngineOptions(memory_share=0.8, max_batch_tokens=8192, graphs=graphs)
-    started = time.perf_counter()
-    llm = LLM(load(config, torch.bfloat16), options=options)
-    ready_s = time.perf_counter() - started
-    draw = random.Random(0)
-    if sequences > 1:
-        prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(sequences)]
-        lengths = [draw.randint(100, 1024) for _ in range(sequences)]
-    else:
-        prompts, lengths = [[draw.randint(0, 10000) for _ in range(128)]], [512]
+def engine(config: dict[str, Any], **options: Any) -> LLM:
+    """An engine with its kernels compiled."""
+    chosen = EngineOptions(**{"memory_share": 0.8, "max_batch_tokens": 8192, **options})
+    llm = LLM(load(config, torch.bfloat16), options=chosen)
+    few = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=8)
+    llm.generate([[7] * length for length in (128, 600, 1200)], few)
+    llm.generate([[5] * 300] * min(chosen.max_sequences, 8), few)
+    return llm
+
+
+def throughput(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
+    """Tokens per second, the best of two runs."""
     params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count, seed=0) for count in lengths]
-    warm = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=8)
-    llm.generate([[5] * 300] * min(sequences, 8), warm)
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    llm.generate(prompts, params)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    return {
-        "tokens": sum(lengths), "seconds": round(seconds, 2), "tokens_per_s": round(sum(lengths) / seconds, 1),
-        "start_s": round(ready_s, 1),
-    }  # fmt: skip
+    runs = []
+    for number in range(2):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        llm.generate([[number, *prompt[1:]] for prompt in prompts], params)  # nothing is shared with the run before
+        torch.cuda.synchronize()
+        runs.append(round(time.perf_counter() - started, 3))
+    return {"tokens": sum(lengths), "seconds": runs, "tokens_per_s": round(sum(lengths) / min(runs), 1)}
+
+
+def prefill(config: dict[str, Any], sequences: int, length: int) -> dict[str, Any]:
+    """TFLOP/s of whole prompts in one pass, the head's included for the last tokens only."""
+    options = {"max_batch_tokens": sequences * length, "max_sequences": sequences, "shares_prefixes": False}
+    llm = engine(config, graphs=False, **options)
+    prompts = [[draw % 1000] * length for draw in range(sequences)]
+    seconds = min(throughput(llm, prompts, [1] * sequences)["seconds"])
+    decoder = llm.model.module
+    assert isinstance(decoder, Decoder)
+    weights = sum(p.numel() for name, p in decoder.named_parameters() if "embed" not in name and "head" not in name)
+    pairs = sequences * length**2 / 2 * config["num_attention_heads"] * config["head_dim"] * config["num_hidden_layers"]
+    operations = 2 * sequences * length * weights + 4 * pairs
+    return {"seconds": seconds, "tflops": round(operations / seconds / 1e12)}
+
+
+def random_prompts(count: int, shortest: int, longest: int) -> tuple[list[list[int]], list[int]]:
+    draw = random.Random(0)
+    prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
+    return prompts, [draw.randint(shortest, longest) for _ in range(count)]
 
 
 def main() -> None:
@@ -164,15 +187,26 @@ def main() -> None:
         if target is not None:
             target.write_text(json.dumps(results, indent=1))
 
+    single = random_prompts(1, 128, 128)[0]
+    llm = engine(LLAMA, max_sequences=8)
+    note("from the start of the process to an engine of the 1B shape, s", round(time.time() - STARTED, 1))
+    note("Llama 1B shape, batch 1", throughput(llm, single, [512]))
+    llm = engine(QWEN3)
+    note("Qwen3-0.6B shape, batch 1", throughput(llm, single, [512]))
+    note("Qwen3-0.6B shape, 256 sequences", throughput(llm, *random_prompts(256, 100, 1024)))
+    del llm
+    torch.cuda.empty_cache()
+    llm = engine(LLAMA_8B, max_sequences=128)
+    note("Llama 8B shape, batch 1", throughput(llm, single, [256]))
+    note("8B, 128 sequences, 1,000 in, 300 out", throughput(llm, random_prompts(128, 1000, 1000)[0], [300] * 128))
+    del llm
+    torch.cuda.empty_cache()
+    note("prefill of 8B, 8 x 4,096", prefill(LLAMA_8B, 8, 4096))
     note("kernel, largest difference", kernel_against_reference())
     for name in FAMILIES:
         for dtype, graphs in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)):
             kind = f"{str(dtype).removeprefix('torch.')}, {'graphs' if graphs else 'eager'}"
             note(f"{name} against whole passes, {kind}", equal_to_whole_passes(name, dtype, graphs))
-    note("Llama 1B shape, batch 1, eager", throughput(LLAMA, 1, graphs=False))
-    note("Llama 1B shape, batch 1", throughput(LLAMA, 1))
-    note("Qwen3-0.6B shape, batch 1", throughput(QWEN3, 1))
-    note("Qwen3-0.6B shape, 256 sequences", throughput(QWEN3, 256))
 
 
 if __name__ == "__main__":

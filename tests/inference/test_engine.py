@@ -218,7 +218,7 @@ def test_a_plan_makes_the_cache_as_large_as_the_engine(monkeypatch: pytest.Monke
     free = int(memory.capacity - memory.weights - memory.context)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, int(memory.capacity)))
     pages = text_engine._pages(EngineOptions(), memory.token_bytes, torch.device("cuda"))
-    assert pages * EngineOptions().block_size == memory.cache_tokens
+    assert pages * EngineOptions().tokens_per_block(torch.device("cuda")) == memory.cache_tokens
     assert memory.token_bytes == bytes_per_token(arch.layers, cache_widths(arch), torch.bfloat16)
     assert serving.CPU_SHARE == text_engine.CPU_SHARE
     assert EngineOptions().max_batch_tokens == serving.PASS_TOKENS

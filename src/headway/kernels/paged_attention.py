@@ -17,7 +17,6 @@ sequence keeps.
 """
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -312,15 +311,24 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+SUM_COLUMNS = tl.constexpr(16)
+"""Columns of the sums of weights, all alike: the narrowest product."""
+
+
 @triton.jit
 def _attend_tiles(
     q, acc, total, peak, low, high, last, position, table_ptr, k_ptr, v_ptr, scale, softcap, window,
     k_stride_p, k_stride_z, v_stride_p, v_stride_z,
     HEAD: tl.constexpr, HEAD_2: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, IEEE: tl.constexpr, MASKED: tl.constexpr,
+    CAPPED: tl.constexpr, IEEE: tl.constexpr, ORDERED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Go through the tiles of keys from `low` to `high`; without MASKED, every query sees all of them."""
+    """Go through the tiles of keys from `low` to `high`; without MASKED, every query sees all of them.
+
+    If ORDERED, weights are summed by a product with ones: a reduction adds up in an order that depends on how a tile's
+    rows are shared out among threads, and so on its size.
+    """
     size = tl.arange(0, HEAD_2)
+    ones = tl.full([KEYS, SUM_COLUMNS], 1.0, v_ptr.dtype.element_ty)
     for tile in range(low, high, KEYS):
         place = tile + tl.arange(0, KEYS)
         inside = place < last
@@ -361,13 +369,18 @@ def _attend_tiles(
         # Written as one operation: else the compiler joins them here or there, and bits differ between both loops.
         weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.zeros_like(scores) - base[:, None]))
         shrink = tl.exp2(peak - base)
-        total = tl.fma(total, shrink, tl.sum(weights, 1))
         if MASKED:
             v = tl.load(v_ptr + v_at[:, None] + size[None, :], mask=inside[:, None] & (size < HEAD)[None, :], other=0.0)
         elif HEAD == HEAD_2:
             v = tl.load(v_ptr + v_at[:, None] + size[None, :])
         else:
             v = tl.load(v_ptr + v_at[:, None] + size[None, :], mask=(size < HEAD)[None, :], other=0.0)
+        if not ORDERED:
+            total = total * shrink + tl.sum(weights, 1)
+        elif IEEE:
+            total = tl.dot(weights.to(v.dtype), ones, total * shrink[:, None], input_precision="ieee")
+        else:
+            total = tl.dot(weights.to(v.dtype), ones, total * shrink[:, None])
         if IEEE:
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         else:
@@ -379,13 +392,14 @@ def _attend_tiles(
 # Counts differ from pass to pass: a kernel compiled for each kind of number would take seconds amid serving.
 @triton.jit(do_not_specialize=["window", "tables_stride", "tokens"])
 def _paged_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, peak_ptr, total_ptr, counters_ptr, sinks_ptr, program_sequence_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, peak_ptr, total_ptr, sinks_ptr, program_sequence_ptr,
     program_first_ptr, starts_ptr, lengths_ptr, tables_ptr, scale, softcap, window,
     q_stride_t, q_stride_n, k_stride_p, k_stride_z, k_stride_k, v_stride_p, v_stride_z, v_stride_k,
     out_stride_t, out_stride_n, tables_stride, heads, tokens,
     SHARE: tl.constexpr, SHARE_2: tl.constexpr, HEAD: tl.constexpr, HEAD_2: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, SUNK: tl.constexpr, IEEE: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr,
+    CAPPED: tl.constexpr, SUNK: tl.constexpr, IEEE: tl.constexpr, ORDERED: tl.constexpr, SUMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -423,10 +437,12 @@ def _paged_kernel(
 
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if ORDERED:
+        total = tl.zeros([ROWS, SUM_COLUMNS], tl.float32)
     if SUNK:  # noqa: SIM102  (one is known when compiled, the other is not)
         if split == 0:
             peak = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-            total = tl.full([ROWS], 1.0, tl.float32)
+            total += 1.0
     acc = tl.zeros([ROWS, HEAD_2], tl.float32)
     if PAGE == 0:
         k_ptr += start.to(tl.int64) * k_stride_z
@@ -442,13 +458,15 @@ def _paged_kernel(
         acc, total, peak = _attend_tiles(
             q, acc, total, peak, low, middle, high, position, table_ptr, k_ptr, v_ptr, scale, softcap, window,
             k_stride_p, k_stride_z, v_stride_p, v_stride_z,
-            HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, False,
+            HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, ORDERED, False,
         )  # fmt: skip
     acc, total, peak = _attend_tiles(
         q, acc, total, peak, middle, high, high, position, table_ptr, k_ptr, v_ptr, scale, softcap, window,
         k_stride_p, k_stride_z, v_stride_p, v_stride_z,
-        HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, True,
+        HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, ORDERED, True,
     )  # fmt: skip
+    if ORDERED:
+        total = tl.max(total, 1)  # all columns are alike
 
     if SPLITS == 1:
         if SUMS:
@@ -460,38 +478,35 @@ def _paged_kernel(
             acc, mask=real[:, None] & in_head[None, :],
         )  # fmt: skip
     else:
-        each_row = token * heads + head
-        row_parts = parts_ptr + each_row[:, None] * HEAD_2 + size[None, :]
-        place = split * tokens * heads + each_row
+        place = split * tokens * heads + token * heads + head
         tl.store(peak_ptr + place, peak, mask=real)
         tl.store(total_ptr + place, total, mask=real)
-        tl.store(row_parts + split.to(tl.int64) * tokens * heads * HEAD_2, acc, mask=(real & (low < high))[:, None])
-        # The last of a sequence's programs joins the parts of all, in their order.
-        tl.debug_barrier()
-        counter = counters_ptr + program * tl.num_programs(1) + key_head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
-            tl.debug_barrier()
-            highest = tl.full([ROWS], -float("inf"), tl.float32)
-            for other in range(SPLITS):
-                place = other * tokens * heads + each_row
-                highest = tl.maximum(highest, tl.load(peak_ptr + place, mask=real, other=0.0, cache_modifier=".cg"))
-            joined = tl.zeros([ROWS, HEAD_2], tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            for other in range(SPLITS):
-                place = other * tokens * heads + each_row
-                peak = tl.load(peak_ptr + place, mask=real, other=0.0, cache_modifier=".cg")
-                weight = tl.exp2(peak - highest)
-                total += weight * tl.load(total_ptr + place, mask=real, other=1.0, cache_modifier=".cg")
-                part = tl.load(
-                    row_parts + tl.cast(other, tl.int64) * tokens * heads * HEAD_2,
-                    mask=(real & (peak > -float("inf")))[:, None], other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
-                joined += weight[:, None] * part
-            tl.store(
-                out_ptr + token[:, None] * out_stride_t + head[:, None] * out_stride_n + size[None, :],
-                joined / total[:, None], mask=real[:, None] & in_head[None, :],
-            )  # fmt: skip
-            tl.store(counter, 0)
+        tl.store(
+            parts_ptr + place[:, None] * HEAD + size[None, :], acc,
+            mask=(real & (low < high))[:, None] & in_head[None, :],
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _join_kernel(
+    parts_ptr, peak_ptr, total_ptr, out_ptr, rows,
+    HEAD: tl.constexpr, HEAD_2: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    size = tl.arange(0, HEAD_2)
+    peaks = tl.load(peak_ptr + split * rows + row)
+    totals = tl.load(total_ptr + split * rows + row)
+    share = tl.exp2(peaks - tl.max(peaks, 0))
+    parts = tl.load(
+        parts_ptr + (split[:, None] * rows + row) * HEAD + size[None, :],
+        mask=(peaks > -float("inf"))[:, None] & (size < HEAD)[None, :], other=0.0,
+    )  # fmt: skip
+    joined = tl.sum(parts * share[:, None], 0) / tl.sum(totals * share, 0)
+    tl.store(out_ptr + row * HEAD + size, joined, mask=size < HEAD)
 
 
 def triton_attention(
@@ -516,21 +531,24 @@ def triton_attention(
     tiling = tiling or cut(batch, heads // key_heads, key_heads, size, processors, exact=exact)
     sequences, firsts = batch.programs(tiling.queries)
     out = torch.empty_like(q_TNH)
-    parts, peaks, totals, counters = out, out, out, sequences
+    parts, peaks, totals = out, out, out
     if tiling.splits > 1:
-        shape, device = (tiling.splits, tokens, heads), q_TNH.device
-        parts = torch.empty((*shape, max(16, _power_of_two(size))), dtype=torch.float32, device=device)
-        peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-        counters = _counters(device, len(sequences) * key_heads)
+        parts = torch.empty((tiling.splits, *q_TNH.shape), dtype=torch.float32, device=q_TNH.device)
+        peaks, totals = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q_TNH.device) for _ in range(2))
     options = {"launch_pdl": True} if early else {}
     _paged_kernel[len(sequences), key_heads, tiling.splits](
-        q_TNH, keys_PZKH, values_PZKH, out, parts, peaks, totals, counters, q_TNH if sinks_N is None else sinks_N,
+        q_TNH, keys_PZKH, values_PZKH, out, parts, peaks, totals, q_TNH if sinks_N is None else sinks_N,
         sequences, firsts, batch.starts_S1, batch.lengths_S, batch.tables_SP, scale, softcap or 0.0, window or 0,
         *q_TNH.stride()[:2], *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], *out.stride()[:2],
         batch.tables_SP.stride(0), heads, tokens,
-        PAGE=keys_PZKH.shape[1], SUMS=False,
+        PAGE=keys_PZKH.shape[1], ORDERED=exact, SUMS=False,
         **_constants(q_TNH, heads // key_heads, tiling, window, softcap, sinks_N), EARLY=early, **options,
     )  # fmt: skip
+    if tiling.splits > 1:
+        _join_kernel[(tokens * heads,)](
+            parts, peaks, totals, out, tokens * heads, HEAD=size, HEAD_2=max(16, _power_of_two(size)),
+            SPLITS=tiling.splits, EARLY=early, num_warps=1, **options,
+        )  # fmt: skip
     return out
 
 
@@ -549,19 +567,6 @@ def _constants(
         "WINDOWED": window is not None, "CAPPED": softcap is not None, "SUNK": sinks_N is not None,
         "IEEE": q_TNH.dtype == torch.float32, "num_warps": tiling.warps, "num_stages": tiling.stages,
     }  # fmt: skip
-
-
-@cache
-def _all_counters(_device: torch.device) -> list[Tensor]:
-    return []
-
-
-def _counters(device: torch.device, count: int) -> Tensor:
-    """Return counters that are 0 between launches. Larger ones never replace those that a graph may hold."""
-    made = _all_counters(device)
-    if not made or len(made[-1]) < count:
-        made.append(torch.zeros(max(count, 4096), dtype=torch.int32, device=device))
-    return made[-1]
 
 
 def causal_attention(
@@ -588,9 +593,9 @@ def causal_attention(
     lengths_S = starts_S1.diff()
     assert q_TNH.stride(2) == k_TKH.stride(2) == v_TKH.stride(2) == 1
     _paged_kernel[len(programs[0]), k_TKH.shape[1], 1](
-        q_TNH, k_TKH, v_TKH, out, sums_NT, sums_NT, sums_NT, starts_S1, q_TNH, *programs, starts_S1, lengths_S,
+        q_TNH, k_TKH, v_TKH, out, sums_NT, sums_NT, sums_NT, q_TNH, *programs, starts_S1, lengths_S,
         starts_S1, scale, 0.0, window or 0, *q_TNH.stride()[:2], 0, *k_TKH.stride()[:2], 0, *v_TKH.stride()[:2],
-        *out.stride()[:2], 0, heads, tokens, PAGE=0, SUMS=True,
+        *out.stride()[:2], 0, heads, tokens, PAGE=0, ORDERED=True, SUMS=True,
         **_constants(q_TNH, share, tiling, window, None, None), EARLY=False,
     )  # fmt: skip
     return out, sums_NT

@@ -20,7 +20,7 @@ from headway.plan.operations import Operation
 from headway.plan.roofline import RooflinePoint
 
 CPU_SHARE, GPU_SHARE = 0.25, 0.9
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 64
 PASS_TOKENS = 2048
 """The engine's defaults: share of free memory that the KV cache takes, tokens per block, tokens per pass. Repeated from
 `inference/text_engine.py`, which needs torch."""
