@@ -40,7 +40,7 @@ from headway.recipe.rope import RotaryModel
 HEADS = (64, 128)
 """Sizes of heads that exact mode takes on GPUs."""
 proven = {"cpu"}
-"""Kinds of devices on which engine and trainer were seen to be equal. `benchmarks/exact_gpu.py` adds GPUs, to try it."""
+"""Kinds of devices on which engine and trainer were seen to be equal; `benchmarks/exact_gpu.py` adds GPUs, to try it."""
 EXACT_DECODERS = (LlamaDecoder, MixtralDecoder, OLMo2Decoder, Qwen3MoeDecoder)
 exact_swiglu = partial(gated, batch_invariant.silu)
 
@@ -91,8 +91,8 @@ def _checked(model: nn.Module, device: torch.device, products: torch.dtype | Non
             )
     if device.type not in proven:
         raise ModelError(
-            f"exact mode is not proven on {device.type} yet: whole passes of the engine still differ from the trainer's in "
-            "their last bits",
+            f"exact mode is not proven on {device.type} yet: passes of the engine differed from the trainer's in their "
+            "last bits",
             hint="train in float32 on a CPU, or leave inference.exact out",
         )
     if table.exact_triton(device):
