@@ -40,7 +40,7 @@ from headway.recipe.rope import RotaryModel
 HEADS = (64, 128)
 """Sizes of heads that exact mode takes on GPUs."""
 proven = {"cpu"}
-"""Kinds of devices on which engine and trainer were seen to be equal; `benchmarks/exact_gpu.py` adds GPUs, to try it."""
+"""Kinds of devices on which engine and trainer were seen to be equal; `benchmarks/exact_gpu.py` adds GPUs to try."""
 EXACT_DECODERS = (LlamaDecoder, MixtralDecoder, OLMo2Decoder, Qwen3MoeDecoder)
 exact_swiglu = partial(gated, batch_invariant.silu)
 
