@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from headway.cluster.scheduler.decide import decide
+from headway.cluster.scheduler.decide import decide, next_preemption_s
 from headway.cluster.scheduler.decisions import Decision
 from headway.cluster.scheduler.jobs import Job
 from headway.cluster.scheduler.packing import packing_scores
@@ -126,6 +127,51 @@ def test_job_that_was_started_often_runs_until_it_has_saved() -> None:
         snapshot.submit([Job("new", "all", 1, 0.0)])
         snapshot.advance(60.0 * minutes)
         assert bool(decided(snapshot, "stop", 60.0 * minutes)) == stopped, (starts, minutes)
+
+
+@pytest.mark.parametrize(
+    ("starts", "ran_min", "waited_min", "changes", "stops"),
+    [
+        (1, 12, 0, {}, True),  # not preempted before
+        (2, 12, 11.9, {}, False),  # it would lose a restart of two minutes and ten of work
+        (2, 12, 12, {}, True),
+        (2, 33, 2.9, {}, False),  # it saved half an hour after its restart, a minute ago
+        (2, 33, 3, {}, True),
+        (2, 12, 0, {"priority": 1}, True),
+        (2, 12, 0, {"kind": "interactive"}, True),
+    ],
+)
+@pytest.mark.parametrize("nodes", [4, 8])
+def test_job_waits_for_as_long_as_one_that_was_preempted_before_would_lose(
+    nodes: int, starts: int, ran_min: float, waited_min: float, changes: dict[str, Any], stops: bool
+) -> None:
+    snapshot = cluster("NNNNNNNN " * (nodes - 1) + "NNNNNNNP")
+    row = len(snapshot.jobs) - 1
+    snapshot.jobs.starts[row], snapshot.jobs.ran_s[row] = starts, 9 * HOUR_S
+    snapshot.jobs.since_s[row] = NOW - 60 * ran_min
+    snapshot.submit([Job("new", "all", 1, NOW - 60 * waited_min, **changes)])
+    snapshot.advance(NOW)
+    assert bool(decided(snapshot, "stop")) == (stops or nodes == 8)  # of eight nodes, none is more than an eighth
+
+
+def test_next_preemption_is_when_a_minimum_run_ends_or_a_job_saves_by_brute_force() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        snapshot = cluster("PPP..... P....... ........ ........")
+        rows, now = snapshot.active, 2 * HOUR_S
+        snapshot.advance(now)
+        snapshot.jobs.since_s[rows] = now - rng.integers(1, 7000, len(rows))
+        snapshot.jobs.starts[rows] = rng.integers(1, 4, len(rows))
+        saved_s = snapshot.saved_s(rows, now)
+        ended = snapshot.jobs.since_s[rows] + 120 <= now
+        changes = (
+            at
+            for at in np.arange(now + 1, now + HOUR_S)
+            if (snapshot.saved_s(rows, at) > saved_s).any()
+            or ((snapshot.jobs.since_s[rows] + 120 <= at) & ~ended).any()
+        )
+        expected = next(changes, math.inf)
+        assert next_preemption_s(snapshot, HEADWAY) == expected
 
 
 def trace_of(jobs: list[tuple[float, float, int, bool]]) -> JobTrace:

@@ -141,6 +141,20 @@ def preemptible_from_s(snapshot: ClusterSnapshot, rows: Rows, policy: Policy) ->
     return since
 
 
+def next_preemption_s(snapshot: ClusterSnapshot, policy: Policy) -> float:
+    """Return when another running job may be preempted, or has saved and loses little; infinite if no time matters."""
+    jobs, now = snapshot.jobs, snapshot.now_s
+    rows = snapshot.active[jobs.preemptible[snapshot.active]]
+    from_s = preemptible_from_s(snapshot, rows, policy)
+    soonest = float(from_s[from_s > now].min(initial=math.inf))
+    if policy.patience is None or not is_small(snapshot):
+        return soonest
+    rows = rows[np.isfinite(jobs.save_every_s[rows])]
+    working_s = jobs.since_s[rows] + np.where(jobs.starts[rows] > 1, jobs.restart_s[rows], 0.0)
+    saved = np.maximum(np.floor((now - working_s) / jobs.save_every_s[rows]), 0.0)
+    return min(soonest, float((working_s + (saved + 1) * jobs.save_every_s[rows]).min(initial=math.inf)))
+
+
 def _preempt(
     trial: WhatIf, rows: Rows, now: float, policy: Policy, rules: PreemptionRules, before: Sequence[Decision]
 ) -> list[Decision]:
@@ -172,10 +186,10 @@ def _preempt(
         if not trial.admits(row, int(jobs.gpus[row])):
             continue
         victims = np.empty(0, np.int64)
+        head = RankedJobs(waiting.rows[at : at + 1], waiting.levels[at : at + 1])
         if (target := trial.find(row)) is None:
             chosen = None
             if could_fit[at]:
-                head = RankedJobs(waiting.rows[at : at + 1], waiting.levels[at : at + 1])
                 allowed = rules.may_preempt(snapshot, trial.used, head, running, now)
                 chosen = _choose_victims(trial, row, candidates, allowed)
             if chosen is None:
@@ -184,6 +198,11 @@ def _preempt(
             victims = chosen
         if not trial.admits_after(row, candidates.rows[victims]):
             continue
+        if target is None and policy.patience is not None:
+            patient = policy.patience(snapshot, head, RankedJobs(running.rows[victims], running.levels[victims]), now)
+            waited_gpu_s = float(now - jobs.waits_s[row]) * int(jobs.gpus[row])
+            if waited_gpu_s < candidates.lost_gpu_s[victims[patient]].sum():
+                continue
         if target is None:
             stops_left -= len(victims)
             stops = [_stop(trial, candidates, number, row) for number in victims.tolist()]

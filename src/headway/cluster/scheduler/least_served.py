@@ -17,6 +17,8 @@ to higher priorities only. These rules refine this:
     turn    a large gang that has waited for a day, and for longer than it has run, goes first of its priority
     saved   in a small cluster (a node is more than an eighth of it), a job that has been started more than four times
             runs until it has saved
+    patient in a small cluster, a job waits, times its GPUs, for as long as its victims lose if these have its priority
+            and are large gangs or have been started more than once: often they save, or another job ends, before that
     owed    a tenant within its guarantee takes back from borrowers after four hours, or after half an hour if it has
             recently been short
     shield  jobs of a tenant that has recently been short are not preempted for others, unless it borrows, or the others
@@ -39,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.scheduler.jobs import INTERACTIVE, SERVICE
-from headway.cluster.scheduler.packing import large_gangs
+from headway.cluster.scheduler.packing import is_small, large_gangs
 from headway.cluster.scheduler.policy import Flags, Gpus, Policy, RankedJobs, Rows, gpus_above
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
@@ -169,6 +171,17 @@ def due(snapshot: ClusterSnapshot, rows: Rows, now: float) -> Flags:
     return _waited_s(snapshot, rows, now) > due_s
 
 
+def patience(snapshot: ClusterSnapshot, waiting: RankedJobs, victims: RankedJobs, now: float) -> Flags:
+    """Return which victims a job waits for: in a small cluster large gangs and jobs that have been started more than
+    once, if only levels decide."""
+    jobs, (row,) = snapshot.jobs, waiting.rows.tolist()
+    if waiting.levels[0] < 0 or jobs.kind[row] == INTERACTIVE or not is_small(snapshot):
+        return np.zeros(len(victims.rows), np.bool_)
+    costly: Flags = (jobs.starts[victims.rows] > 1) | large_gangs(snapshot, victims.rows)
+    equal = (jobs.priority[victims.rows] == jobs.priority[row]) & (victims.levels != OVER_BUDGET)
+    return costly & equal & (jobs.deadline_s[victims.rows] > now)
+
+
 def overdue(snapshot: ClusterSnapshot, rows: Rows, now: float) -> Flags:
     """Return which due jobs have waited for three weeks or more."""
     long = _waited_s(snapshot, rows, now) > OVERDUE_S
@@ -212,6 +225,7 @@ LEAST_SERVED = Policy(
     reserve_for_gangs=True,
     drains=drains,
     max_starts_unsaved=MAX_STARTS_UNSAVED,
+    patience=patience,
     elastic=True,
     quotas=True,
 )

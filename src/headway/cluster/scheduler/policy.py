@@ -77,6 +77,9 @@ class Policy:
     and no job moves to other nodes for a gang."""
     max_starts_unsaved: int | None = None
     """Starts after which a job of a small cluster is preempted only once it has saved; None: no limit."""
+    patience: Callable[[ClusterSnapshot, RankedJobs, RankedJobs, float], Flags] | None = None
+    """Which victims a job preempts only once it has waited, times its GPUs, for as long as they lose; None: it never
+    waits for that."""
     elastic: bool = False
     """Whether elastic jobs grow onto idle GPUs."""
     quotas: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.scheduler.decide import decide, preemptible_from_s
+from headway.cluster.scheduler.decide import decide, next_preemption_s
 from headway.cluster.scheduler.decision_log import DecisionRecorder, apply_decisions
 from headway.cluster.scheduler.decisions import ReasonCode
 from headway.cluster.scheduler.jobs import Job
@@ -184,9 +184,7 @@ class _Simulation:
         snapshot = self._snapshot
         if self._policy.preemption is None or not len(snapshot.queue):
             return MAX_CYCLE_GAP_S
-        active = snapshot.active[snapshot.jobs.preemptible[snapshot.active]]
-        from_s = preemptible_from_s(snapshot, active, self._policy)
-        return float(min(MAX_CYCLE_GAP_S, from_s[from_s > snapshot.now_s].min(initial=math.inf) - snapshot.now_s))
+        return min(MAX_CYCLE_GAP_S, next_preemption_s(snapshot, self._policy) - snapshot.now_s)
 
     @property
     def waiting(self) -> int:
