@@ -172,12 +172,14 @@ def due(snapshot: ClusterSnapshot, rows: Rows, now: float) -> Flags:
 
 
 def patience(snapshot: ClusterSnapshot, waiting: RankedJobs, victims: RankedJobs, now: float) -> Flags:
-    """Return which victims a job waits for: in a small cluster large gangs and jobs that have been started more than
-    once, if only levels decide."""
+    """Return which victims a job waits for: in a small cluster jobs that have been started more than once, and large
+    gangs if there are three nodes or more, if only levels decide."""
     jobs, (row,) = snapshot.jobs, waiting.rows.tolist()
     if waiting.levels[0] < 0 or jobs.kind[row] == INTERACTIVE or not is_small(snapshot):
         return np.zeros(len(victims.rows), np.bool_)
-    costly: Flags = (jobs.starts[victims.rows] > 1) | large_gangs(snapshot, victims.rows)
+    costly: Flags = jobs.starts[victims.rows] > 1
+    if len(snapshot.nodes) > 2:
+        costly |= large_gangs(snapshot, victims.rows)
     equal = (jobs.priority[victims.rows] == jobs.priority[row]) & (victims.levels != OVER_BUDGET)
     return costly & equal & (jobs.deadline_s[victims.rows] > now)
 
