@@ -180,8 +180,9 @@ def patience(snapshot: ClusterSnapshot, waiting: RankedJobs, victims: RankedJobs
     costly: Flags = jobs.starts[victims.rows] > 1
     if len(snapshot.nodes) > 2:
         costly |= large_gangs(snapshot, victims.rows)
-    equal = (jobs.priority[victims.rows] == jobs.priority[row]) & (victims.levels != OVER_BUDGET)
-    return costly & equal & (jobs.deadline_s[victims.rows] > now)
+    costly &= (jobs.priority[victims.rows] == jobs.priority[row]) & (victims.levels != OVER_BUDGET)
+    costly &= jobs.deadline_s[victims.rows] > now
+    return costly
 
 
 def overdue(snapshot: ClusterSnapshot, rows: Rows, now: float) -> Flags:
