@@ -78,12 +78,16 @@ def test_faulted_run_ends_bit_for_bit_like_the_unfaulted_one(matrix_run: MatrixR
 @pytest.mark.slow
 def test_agent_messages_and_recovery_times(matrix_run: MatrixRun) -> None:
     killed, agent = (matrix_run.result(name).tries[0] for name in NAMES)
-    assert killed.said == ("worker 1 was killed by signal 9 (SIGKILL); resuming from step 5 (memory)",)
+
+    def said(messages: tuple[str, ...]) -> list[str]:  # a busy machine may suspend any agent for seconds
+        return [message for message in messages if not message.startswith("the agent was suspended for")]
+
+    assert said(killed.said) == ["worker 1 was killed by signal 9 (SIGKILL); resuming from step 5 (memory)"]
     assert killed.figures is not None
     assert killed.figures.redone == 0
     assert killed.figures.stepping_s > killed.figures.noticed_s > 0
     assert killed.figures.lost_s > 0
-    assert agent.said == ("the agent died; a new agent took over its workers",)
+    assert said(agent.said) == ["the agent died; a new agent took over its workers"]
     assert not [event for event in matrix_run.events("kill-agent-1", "agent") if event["kind"] == "end-span"][2:]
 
 

@@ -163,6 +163,9 @@ def test_runs_without_a_job_are_errors(desk, tmp_path: Path, recipe) -> None:
     (tmp_path / "runs" / "f" / "jobs.jsonl").unlink()
     done = desk("cancel", "f")
     assert (done.status, "was not submitted" in done.err) == (2, True)
+    done = desk("requeue", "f")
+    assert (done.status, "was not submitted" in done.err) == (2, True)
+    assert done.err.splitlines()[-1].split() == ["hint:", *["headway", "resume", "f"]]
 
 
 @pytest.fixture

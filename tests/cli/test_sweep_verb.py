@@ -1,5 +1,6 @@
 """`headway sweep` as a person types it, on this machine's own queue: real runs, real agents, and makers that die."""
 
+import fcntl
 import json
 import signal
 import stat
@@ -14,6 +15,7 @@ import pytest
 from eventually import CEILING_S, eventually
 from headway.cli.main import main
 from headway.cluster.engines.settings import open_engine
+from headway.cluster.submit.sweeps import exclusive_lock
 from headway.recipe import to_toml
 from headway.track import RunFolder, read_recipe, summarize
 
@@ -99,6 +101,38 @@ def test_a_sweep_from_its_start_to_its_table(desk: Desk) -> None:
     assert (taken[0], "sweep s already exists with other settings" in taken[2]) == (2, True)
     status, _, err = desk.type("requeue", "s")
     assert (status, "no run of sweep s failed or was cancelled" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--name", "taken"),
+        ("--name", "s", "--set", "data.path=nowhere"),
+        ("--name", "s", "--on", "h100x8"),
+        ("--name", "s", "--dry-run"),
+    ],
+)
+def test_refused_sweep_leaves_nothing(desk: Desk, words: tuple[str, ...]) -> None:
+    (desk.runs / "taken").mkdir(parents=True)
+    assert desk.type("sweep", "r.toml", *GRID, *words)[0] == (0 if "--dry-run" in words else 2)
+    assert [path.name for path in desk.runs.iterdir()] == ["taken"]
+
+
+def test_lock_whose_file_was_removed_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waited while the holder removed the file must not share the lock with a later one."""
+    path, locked, flock = tmp_path / "lock", list[int](), fcntl.flock
+
+    def wait_until_the_holder_removes_it(file: int, operation: int) -> None:
+        if not locked:
+            path.unlink()
+        locked.append(file)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", wait_until_the_holder_removes_it)
+    with exclusive_lock(path):
+        assert len(locked) == 2
+        with path.open() as file, pytest.raises(BlockingIOError):
+            flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.slow

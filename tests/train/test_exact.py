@@ -3,12 +3,18 @@
 import os
 import random
 import shutil
+import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from conftest import Lived
 from headway.agent import new_run
+from headway.agent.attempt import Attempt
+from headway.agent.launch import prepare
+from headway.cli.main import main
 from headway.errors import DamagedState
 from headway.recipe import FaultPlan
 from headway.state import verify_checkpoint
@@ -144,6 +150,23 @@ def test_fork_starts_from_the_newest_intact_checkpoint_with_as_many_workers(lab,
     assert new_run(recipe(SETTINGS), lab.root, origin="source@6").older == ()
     with pytest.raises(DamagedState, match="is damaged"):
         new_run(recipe(SETTINGS), lab.root, origin="source@8")
+
+
+@pytest.mark.parametrize("asked", [None, 1])
+@pytest.mark.parametrize("ref", ["source", "source@6", "source/checkpoints/step-00000006"])
+def test_from_keeps_the_worker_count_unless_workers_are_given(
+    lab, source, monkeypatch: pytest.MonkeyPatch, ref: str, asked: int | None
+) -> None:
+    """The run before had 2 workers; this machine would start 4 by default."""
+    attempts = list[Attempt]()
+    monkeypatch.setattr(prepare, "default_workers", lambda _: 4)
+    monkeypatch.setattr(import_module("headway.cli.train"), "launch", lambda attempt, **_: attempts.append(attempt))
+    monkeypatch.chdir(source.path.parent)
+    words = ["headway", "train", "--from", ref, "--set", "train.steps=16", "--name", "branch", "--runs", "."]
+    monkeypatch.setattr(sys, "argv", [*words, *(() if asked is None else ("--workers", str(asked)))])
+    with suppress(SystemExit):
+        main()
+    assert [attempt.workers for attempt in attempts] == [asked or 2]
 
 
 def test_fork_falls_back_when_reading_finds_damage_and_ends_as_the_original(lab, recipe, unharmed, source) -> None:

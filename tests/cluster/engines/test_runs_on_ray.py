@@ -1,5 +1,6 @@
 """Runs on two nodes of a real Ray cluster, preempted or hit by a lost node, match an uninterrupted run."""
 
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,13 +38,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Li
 def test_run_survives_preemption_and_a_lost_node(
     runs: Path, cluster: RayCluster, dataset: Path, uninterrupted: Lived
 ) -> None:
-    """Ray finds another node for the bundle; the other machines save, and all are restarted."""
+    """Ray finds another node for the bundle; the other machines save, and all are restarted. Only the user may read."""
     run = EngineRun.submitted(demo(dataset, **SETTINGS), runs, "ray")
     run.reaches(1, starts=1)
     which = 1 if run.status.machines[0] == HEAD else 0
     preempt_and_lose_machine(run, lambda name: cluster.send(f"remove {name}"), which)
     result = Lived(run.folder, None)
     assert (result.chain, result.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in (runs, *runs.rglob("*"))}
+    assert run.folder.path / "recipe.json" in modes
+    assert {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
 
 
 @pytest.mark.slow

@@ -299,7 +299,7 @@ def cancel(root: Path, run: RunFolder) -> SubmittedRun:
 def requeue(root: Path, run: RunFolder, avoid: tuple[str, ...] = ()) -> SubmittedRun:
     """Restart a run: a running one saves first; one that its engine holds back is released; one that is over, or that
     its engine does not know any more, gets a new job."""
-    before = _submitted(root, run)
+    before = _submitted(root, run, run.command("resume"))
     state, submission = before.status.state, before.submission
     engine = open_engine(submission.engine, root)
     if state in ("running", "ending") and not avoid:
@@ -321,9 +321,11 @@ def requeue(root: Path, run: RunFolder, avoid: tuple[str, ...] = ()) -> Submitte
     return _submitted(root, run)
 
 
-def _submitted(root: Path, run: RunFolder) -> SubmittedRun:
+def _submitted(root: Path, run: RunFolder, instead: str | None = None) -> SubmittedRun:
+    """Return a run's job; `instead` is the command for a run that has none."""
     submitted = submitted_runs(root, [run])
     if not submitted:
-        hint = run.command("stop") if lock_holder(run) is not None else f"{command(root, 'jobs')} lists submitted runs"
+        hint = instead or f"{command(root, 'jobs')} lists submitted runs"
+        hint = run.command("stop") if lock_holder(run) is not None else hint
         raise RunError(f"run {run.name} was not submitted to an engine", hint=hint, usage=True)
     return submitted[0]

@@ -52,7 +52,7 @@ from headway.track.access import new_run_mode, umask_of
 from headway.track.runs import create_private_folder
 
 FORMAT = 1
-RECORD, READY, MAKING, OF_RUN = "sweep.json", "ready.json", "making.json", "sweep.json"
+RECORD, READY, MAKING, OF_RUN, LOCK = "sweep.json", "ready.json", "making.json", "sweep.json", "lock"
 PATIENCE_S = 120
 """How long an array task that starts at once waits for sweep.json; longer than file systems cache its absence."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
@@ -372,29 +372,56 @@ def _check_names(wanted: SweepRequest, root: Path) -> None:
 
 @contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, and wait for it if necessary."""
-    with umask_of(path.parent):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """Hold the lock of a file, and wait for it if necessary. Whoever holds it may remove the file."""
+    locked = False
+    while not locked:
+        with umask_of(path.parent):
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            locked = _is_file_at(path, file)
+            if locked:
+                yield
+        finally:
+            os.close(file)
+
+
+def _is_file_at(path: Path, file: int) -> bool:
+    """Return whether an open file is still the one at a path."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
 def _sweeps_lock(root: Path) -> Iterator[None]:
-    """Create sweeps one at a time, so that the creator of an unsubmitted one must be dead."""
+    """Create sweeps one at a time, so that the creator of an unsubmitted one must be dead. A folder without sweeps is
+    removed again."""
     folder = root / ".sweeps"
     create_private_folder(root)
-    create_private_folder(folder)
     with ExitStack() as stack:
         try:
-            folder.mkdir(exist_ok=True)
-            stack.enter_context(exclusive_lock(folder / "lock"))
+            _enter_lock(stack, folder)
         except OSError as error:
             raise RunError(f"cannot write into {folder}: {error.strerror}", hint="choose another --runs") from None
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # another process may just create its lock there
+                if [entry.name for entry in folder.iterdir()] == [LOCK]:
+                    (folder / LOCK).unlink()
+                    folder.rmdir()
+
+
+def _enter_lock(stack: ExitStack, folder: Path) -> None:
+    """Create the folder of all sweeps and hold its lock; the holder before may remove both."""
+    while True:
+        create_private_folder(folder)
+        folder.mkdir(exist_ok=True)  # raises what prevents it
+        with suppress(FileNotFoundError):
+            stack.enter_context(exclusive_lock(folder / LOCK))
+            return
 
 
 def _remove_unsubmitted(root: Path) -> None:
