@@ -29,7 +29,7 @@ from headway.rl.rewards import Answer
 from headway.rl.rollout import AnswerScore, Rollout
 from headway.rl.rollout_files import PartWriter, RolloutBatch, RolloutFiles
 from headway.track import RunFolder
-from headway.train import rollouts
+from headway.train import scored_answers
 from headway.train.feed import FedStep
 from headway.train.rollouts import RolloutFeed
 
@@ -177,7 +177,7 @@ def killable_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PartWriter, "_append", torn)
     monkeypatch.setattr(PartWriter, "machine", None, raising=False)
     monkeypatch.setattr(RolloutFiles, "finish", killable)
-    monkeypatch.setattr(rollouts, "POLL_S", 0.0)
+    monkeypatch.setattr(scored_answers, "POLL_S", 0.0)
 
 
 def make_recipe(draw: dict[str, Any]) -> Recipe:
