@@ -40,7 +40,7 @@ class SharedWeights:
         """Return what another process opens it with, as JSON; on a CPU, the descriptor travels beside it."""
         if self.descriptor is not None:
             return {"bytes": self.flat.numel()}
-        shared = self.flat.untyped_storage()._share_cuda_()
+        shared = self.flat.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         return {"bytes": self.flat.numel(), "cuda": [_packed(part) for part in shared]}
 
     @property
@@ -76,7 +76,7 @@ def open_weights(
     places = _places(model, dtype)
     assert _bytes_of(places) == handle["bytes"], "both have the same model"
     if "cuda" in handle:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         storage = torch.UntypedStorage._new_shared_cuda(*map(_unpacked, handle["cuda"]))
         flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[: handle["bytes"]]
     else:
