@@ -33,7 +33,9 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="FOLDER")
     parser.add_argument("--hold-out", type=int, default=161, help="questions (default: 161)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-tokens", type=int, default=96, help="of an answer to a held-out question (default: 96)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=200, help="of an answer to a held-out question (default: 200)"
+    )
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.file.read_text().splitlines()]
     rows = [{"question": row["input"].strip(), "answer": row["target"]} for row in rows]

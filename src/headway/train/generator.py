@@ -38,7 +38,7 @@ ALIVE_S = 1.0
 """Between messages that say that it works."""
 
 
-class Generator:
+class GeneratorProcess:
     """Samples what it is asked for."""
 
     def __init__(self, line: Channel, start: dict[str, Any], descriptors: list[int]) -> None:
@@ -54,7 +54,7 @@ class Generator:
         assert isinstance(corpus, Corpus)
         self._prompts, self._files, self._scorer = corpus.prompt_reader(), RolloutFiles(run), Scorer(recipe.rl)
         self._sampler = _sampler(recipe, run, device, start["weights"], descriptors)
-        self._said = 0.0
+        self._reported_s = 0.0
 
     def sample(self, header: BatchHeader, version: int, requests: list[list[int]]) -> None:
         """Sample and score answers; each is in the part of this process once it is scored."""
@@ -73,8 +73,8 @@ class Generator:
 
     def _say_alive(self) -> None:
         now = time.monotonic()
-        if now - self._said >= ALIVE_S:
-            self._said = now
+        if now - self._reported_s >= ALIVE_S:
+            self._reported_s = now
             self._line.send("alive")
 
 
@@ -91,7 +91,7 @@ def main() -> int:
     """Sample until the worker closes the channel; return the exit status."""
     _end_with(int(sys.argv[2]))
     line = Channel(socket.socket(fileno=int(sys.argv[1])))
-    generator: Generator | None = None
+    generator: GeneratorProcess | None = None
     try:
         while True:
             for message in line.receive(None):
@@ -99,7 +99,7 @@ def main() -> int:
                     sys.path[:] = message.fields["path"]
                     if (log := message.fields["log"]) is not None:
                         user_log.open_log(Path(log["run"]), log["attempt"], f"{log['process']}-generate-{os.getpid()}")
-                    generator = Generator(line, message.fields, message.descriptors)
+                    generator = GeneratorProcess(line, message.fields, message.descriptors)
                     line.send("ready")
                 else:
                     header = BatchHeader(**message.fields["header"])

@@ -42,7 +42,7 @@ class _Process:
 
     popen: subprocess.Popen[bytes]
     line: Channel
-    heard: float
+    last_message_s: float
     ready: bool = False
     requests: list[AnswerRequest] = field(default_factory=list)
     number: int = -1
@@ -108,12 +108,12 @@ class Generators:
                 continue
             try:
                 for message in process.line.receive(timeout_s):
-                    process.heard = self._clock()
+                    process.last_message_s = self._clock()
                     self._note(place, process, message.kind, message.fields)
             except ChannelClosed:
                 self._replace(place, "ended")
                 continue
-            silent = self._clock() - process.heard
+            silent = self._clock() - process.last_message_s
             if process.requests and process_state(process.popen.pid) == "T":
                 self._replace(place, "was stopped")
             elif silent > (self._silent_s if process.ready else STARTUP_S):
@@ -147,7 +147,7 @@ class Generators:
             return
         assert self._header is not None
         self._asked += 1
-        process.number, process.heard = self._asked, self._clock()
+        process.number, process.last_message_s = self._asked, self._clock()
         requests = [[request.prompt.number, request.sample, request.answer] for request in process.requests]
         with suppress(ChannelClosed):  # noticed by the next `advance`
             process.line.send(
@@ -171,23 +171,23 @@ class Generators:
             )
 
     def _started(self, place: int) -> _Process:
-        ours, theirs = Channel.pair()
+        end, child_end = Channel.pair()
         try:
             popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "headway.train.generator", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-m", "headway.train.generator", str(child_end.fileno()), str(os.getpid())],
+                pass_fds=[child_end.fileno()],
                 start_new_session=True,  # Ctrl-C is for the run
             )
         except OSError as error:
             raise WorkerError(f"cannot start a generator: {error.strerror or error}") from error
         finally:
-            theirs.close()
-        ours.send(
+            child_end.close()
+        end.send(
             "begin", self._weights.descriptors, path=sys.path, log=user_log.shared(), run=str(self._run.path),
             part=f"{self._world.rank}-{place}", device=str(self._world.device), threads=torch.get_num_threads(),
             weights=self._weights.handle(),
         )  # fmt: skip
-        return _Process(popen, ours, self._clock())
+        return _Process(popen, end, self._clock())
 
 
 def _kill(process: _Process) -> None:
