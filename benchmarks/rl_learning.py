@@ -1,6 +1,6 @@
 """Whether reinforcement learning teaches a real model something: correct answers to held-out one-step arithmetic.
 
-    python benchmarks/rl_learning.py MODEL MAWPS.jsonl [--seeds 1 2 3 4 5] [--lr 4e-5] [--limit 280] [--out FILE]
+    python benchmarks/rl_learning.py MODEL MAWPS.jsonl [--seeds 1 2 3 4 5] [--lr 3e-5] [--limit 280] [--out FILE]
         [--at-once 5] [--set KEY=VALUE ...]
 
 MODEL is a folder with a chat template, such as SmolLM2-135M-Instruct. Every run is `headway train` of
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("mawps", type=Path)
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--lr", nargs="*", default=["4e-5"], help="learning rates; each with all seeds")
+    parser.add_argument("--lr", nargs="*", default=["3e-5"], help="learning rates; each with all seeds")
     parser.add_argument("--steps", type=int, default=1000, help="steps of a run, if the time suffices")
     parser.add_argument("--at-once", type=int, default=5, help="runs at the same time")
     parser.add_argument("--limit", type=float, default=500, help="seconds for everything")
