@@ -207,14 +207,11 @@ def test_runs_with_generators_killed_anywhere_end_as_one_that_takes_turns(
     rl: dict[str, Any], workers: int, lab: Any, tmp_path: Path
 ) -> None:
     recipe = policy_recipe(
-        prompts_dataset(tmp_path), **{**STALE, "rl": {**rl, "rewards": [REWARD]}, "train": {"steps": 6}}
+        prompts_dataset(tmp_path), **{**STALE, "rl": {**rl, "rewards": [REWARD]}, "train": {"steps": 6, "restarts": 3}}
     )
     turns = lab.train(recipe, workers=workers)
-    plan = (
-        FaultPlan()
-        .kill(2, rank=0, point="generator", attempt=None)
-        .add("stop", point="generator", step=4, rank=0, attempt=None)
-    )
+    plan = FaultPlan().kill(None, point="generator", attempt=None)
+    plan = plan.add("stop", point="generator", step=1 + rl.get("updates", 1), attempt=None)  # of the second batch
     plan = plan.kill(3, rank=workers - 1, point="compute", attempt=1).kill(5, rank=0, point="optimizer", attempt=2)
     killed = lab.train(with_generators(recipe), workers=workers, faults=plan)
     assert killed.outcome.state == "finished", killed.outcome
