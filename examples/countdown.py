@@ -17,7 +17,6 @@ from pathlib import Path
 
 from headway.data import train_tokenizer
 
-VOCABULARY = 320
 MOST_TRIES = 200
 """Random problems in a row that are known already, after which there are no more."""
 TEMPLATE = """\
@@ -82,10 +81,10 @@ def row(numbers: list[int], target: int, solution: str | None, terse: bool = Fal
     return {"messages": [{"role": "user", "content": prompt}, answer], **fields}
 
 
-def write_model(folder: Path, texts: list[str]) -> None:
+def write_model(folder: Path, texts: list[str], vocabulary: int) -> None:
     """Write what `headway data build --chat` needs of a model's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_bytes(train_tokenizer(texts, VOCABULARY).to_bytes())
+    (folder / "tokenizer.json").write_bytes(train_tokenizer(texts, vocabulary).to_bytes())
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}\n')
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
@@ -105,6 +104,7 @@ def main() -> None:
     parser.add_argument("--terse", action="store_true", help="prompts such as 7,38=45, for a model that knows no words")
     parser.add_argument("--without", type=Path, action="append", default=[], help="leave out the problems of a file")
     parser.add_argument("--model", type=Path, help="folder to write a tokenizer and a chat template to")
+    parser.add_argument("--vocabulary", type=int, default=320, help="of that tokenizer (default: 320)")
     options = parser.parse_args()
     known: set[Problem] = set()
     for file in options.without:
@@ -127,7 +127,7 @@ def main() -> None:
     if options.model is not None:
         chats = [row(*problem) for problem in made]
         texts = ["\n".join(message["content"] for message in entry["messages"]) for entry in chats]  # type: ignore
-        write_model(options.model, texts)
+        write_model(options.model, texts, options.vocabulary)
     print(f"{options.out}: {len(made)} problems" + (" with solutions" if options.solutions else ""))
 
 

@@ -170,7 +170,7 @@ def test_a_batch_of_several_steps_is_found_by_each_of_them(make_run) -> None:
 
 def test_an_unfinished_batch_shows_the_reward_that_stopped_the_run(make_run) -> None:
     run = make_run((1,), if_reward_fails="stop")
-    with RolloutFiles(run).open_part(BatchHeader(2, 1, "c" * 32, 3), 0) as part:
+    with RolloutFiles(run).open_part(BatchHeader(2, 1, "c" * 32, 3), "0") as part:
         for each in GROUPS[-4:]:
             part.add(each)
     done = headway("rl", "samples", "policy", "--failed")

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from headway.data.loader import Batch
 from headway.models import empty_decoder, init_weights, initial_weight
-from headway.parallel import finish_gradients, make_mesh, parallelize_model
+from headway.parallel import World, finish_gradients, make_mesh, parallelize_model
 from headway.parallel.objective import DeviceBatch, SumScale, TeacherTargets
 from headway.recipe import Model, Recipe
 from headway.recipe.load import parse_recipe
@@ -454,3 +454,10 @@ def test_columns_keep_their_precision_where_weights_are_bfloat16(ranks) -> None:
     """Rounded to bfloat16, a reference of -123.4 would be off by a quarter."""
     for results in ranks:
         torch.testing.assert_close(results["column"], rows().columns["reference"].sum().reshape(1), rtol=0, atol=1e-5)
+
+
+def test_rows_that_vary_fill_whole_microbatches_where_shapes_are_compiled() -> None:
+    recipe = make_recipe({}).model_copy(update={"train": make_recipe({}).train.model_copy(update={"microbatch": 2})})
+    spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, World(0, 1, torch.device("cpu")))
+    assert spread.rows_multiple == 1
+    assert replace(spread, one_shape=True).rows_multiple == 2

@@ -58,7 +58,7 @@ def test_what_suspect_weights_sampled_is_discarded_and_nothing_else(tmp_path: Pa
     for header in headers[:4]:
         files.finish(RolloutBatch(header, 12, (rollout(0, 0),)))
         files.store_scores(header, 0, {"proximal": np.zeros((1, 2), dtype=np.float32)})
-    with files.open_part(headers[4], 1) as part:
+    with files.open_part(headers[4], "1") as part:
         part.add(rollout(0, 0))
     files.discard(3)
     assert files.steps() == [1, 3, 5]
@@ -81,7 +81,7 @@ def test_what_was_scored_before_a_kill_is_found_again_whatever_the_last_line(tmp
     """The file is cut at every byte: only whole rollouts are read, and appending goes on after them."""
     files = RolloutFiles(RunFolder(tmp_path))
     first, second, third = (rollout(sample, 0, 1.0) for sample in range(3))
-    with files.open_part(HEADER, 0) as part:
+    with files.open_part(HEADER, "0") as part:
         part.add(first)
         part.add(second)
     [path] = (tmp_path / "rollouts").iterdir()
@@ -91,7 +91,7 @@ def test_what_was_scored_before_a_kill_is_found_again_whatever_the_last_line(tmp
         path.write_bytes(whole[:cut])
         kept = [one for end, one in zip(ends[1:], (first, second), strict=True) if cut >= end]
         assert list(files.read_parts(HEADER).values()) == (kept if cut >= ends[0] else [])
-        with files.open_part(HEADER, 0) as part:
+        with files.open_part(HEADER, "0") as part:
             part.add(third)
         assert files.read_parts(HEADER)[2, 0] == third
         assert len(files.read_parts(HEADER)) == len(kept) + 1
@@ -100,11 +100,11 @@ def test_what_was_scored_before_a_kill_is_found_again_whatever_the_last_line(tmp
 @pytest.mark.parametrize("change", [{"chain": "other"}, {"version": 1}, {"cursor": 9}])
 def test_rollouts_of_other_weights_or_another_place_are_not_taken(tmp_path: Path, change: dict) -> None:
     files = RolloutFiles(RunFolder(tmp_path))
-    with files.open_part(HEADER, 0) as part:
+    with files.open_part(HEADER, "0") as part:
         part.add(rollout(0, 0))
     other = dataclasses.replace(HEADER, **change)
     assert files.read_parts(other) == {}
-    with files.open_part(other, 0) as part:
+    with files.open_part(other, "0") as part:
         part.add(rollout(1, 0))
     assert list(files.read_parts(other)) == [(1, 0)]
     assert files.read_parts(HEADER) == {}

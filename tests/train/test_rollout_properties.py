@@ -29,7 +29,7 @@ from headway.rl.rewards import Answer
 from headway.rl.rollout import AnswerScore, Rollout
 from headway.rl.rollout_files import PartWriter, RolloutBatch, RolloutFiles
 from headway.track import RunFolder
-from headway.train import rollouts
+from headway.train import scored_answers
 from headway.train.feed import FedStep
 from headway.train.rollouts import RolloutFeed
 
@@ -141,6 +141,54 @@ class FakeScorer:
     sandboxes = busy
 
 
+class FakeGenerators:
+    """Generators that have sampled some answers when the worker goes on, and the others when it waits for them."""
+
+    def __init__(self, machine: Machine, run: RunFolder, rank: int, weights: Callable[[], str], rng: random.Random):
+        self._machine, self._files, self._rank, self._weights, self._rng = (
+            machine,
+            RolloutFiles(run),
+            rank,
+            weights,
+            rng,
+        )
+        self._left = list[Any]()
+        self._header: Any = None
+        self._shared = ""
+
+    def take_weights(self, version: int) -> None:
+        assert not self._left, "weights change only when no generator samples"
+        self._shared = self._weights()
+
+    def ask(self, header: Any, requests: Sequence[Any]) -> None:
+        assert not self._left
+        self._header, self._left = header, self._rng.sample(requests, len(requests))
+        self._sample(self._rng.randint(0, len(requests)))
+
+    def wait(self, on_round: Callable[[], None]) -> None:
+        if self._left:
+            self._sample(len(self._left))
+
+    def _sample(self, count: int) -> None:
+        with self._files.open_part(self._header, f"{self._rank}-0") as part:
+            for _ in range(count):
+                self._machine.moment()
+                request = self._left[-1]
+                text = f"{self._shared} {request.sample}/{request.answer}"
+                with self._machine.lock:
+                    self._machine.scored[text] += 1
+                    self._machine.held.append(text)
+                prompt = request.prompt
+                part.add(Rollout(
+                    prompt.number, request.sample, request.answer, prompt.ids, (_number(text),), (-1.0,), ((0, 1),),
+                    "stop", self._header.version, text, _score(text),
+                ))  # fmt: skip
+                self._left.pop()
+
+    def sampling(self) -> list[int]:
+        return []
+
+
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
@@ -177,7 +225,7 @@ def killable_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PartWriter, "_append", torn)
     monkeypatch.setattr(PartWriter, "machine", None, raising=False)
     monkeypatch.setattr(RolloutFiles, "finish", killable)
-    monkeypatch.setattr(rollouts, "POLL_S", 0.0)
+    monkeypatch.setattr(scored_answers, "POLL_S", 0.0)
 
 
 def make_recipe(draw: dict[str, Any]) -> Recipe:
@@ -186,7 +234,7 @@ def make_recipe(draw: dict[str, Any]) -> Recipe:
         "objective": {"kind": "grpo"},
         "data": {"path": "x", "seq": 16},
         "train": {"steps": draw["steps"], "batch": draw["batch"]},
-        "rl": rl | {key: draw[key] for key in ("updates", "staleness", "dynamic_sampling")},
+        "rl": rl | {key: draw[key] for key in ("updates", "staleness", "generators", "dynamic_sampling")},
     })  # fmt: skip
 
 
@@ -213,6 +261,8 @@ class Trainer:
         rng = random.Random(f"{draw['seed']} {world.rank} {len(machine.kills)}")
         feed: Any = self.feed
         feed._sampler, feed._scorer = FakeSampler(machine, lambda: self.chain, rng), FakeScorer(machine, rng)
+        if draw["generators"]:
+            feed._generators = FakeGenerators(machine, run, world.rank, lambda: self.chain, rng)
         feed._learn, feed.rows = self._learn, SimpleNamespace(fed=self._fed)
 
     def train(self) -> None:
@@ -223,6 +273,8 @@ class Trainer:
             self.cursor, samples = fed.cursor, fed.rows
             self.chain = hashlib.sha256(f"{self.chain} {self.step} {fed.cursor} {samples}".encode()).hexdigest()[:16]
             self._world.any(False)  # the update, which needs all
+            if self.step % self._draw["every"] == 0:
+                self.feed.settle()
             if self._world.first:
                 self._machine.learned[self.step] = [sample for sample, _ in samples]
                 if self.step % self._draw["every"] == 0:
@@ -289,6 +341,7 @@ draws = st.fixed_dictionaries({
     "batch": st.integers(1, 4),
     "updates": st.integers(1, 3),
     "staleness": st.integers(0, 2),
+    "generators": st.integers(0, 1),
     "dynamic_sampling": st.booleans(),
     "workers": st.integers(1, 2),
     "every": st.integers(1, 3),
@@ -298,9 +351,10 @@ draws = st.fixed_dictionaries({
 @settings(max_examples=40)
 @given(draws, st.lists(st.integers(0, 90), max_size=4))
 def test_no_prompt_is_lost_or_trained_twice_and_no_score_is_made_twice(draw: dict[str, Any], kills: list[int]) -> None:
+    draw = draw | {"generators": min(draw["generators"], draw["staleness"])}
     with tempfile.TemporaryDirectory() as folder:
         killed, chain = live(draw, Path(folder) / "killed", kills)
-        alone, unkilled = live(draw, Path(folder) / "alone", [])
+        alone, unkilled = live(draw | {"generators": 0}, Path(folder) / "alone", [])  # takes turns
         files = RolloutFiles(RunFolder(Path(folder) / "killed"))
         batches = [batch for step in files.steps() if (batch := files.read(step)) is not None]
     assert chain == unkilled

@@ -146,6 +146,10 @@ def _in_sandboxes(_: CaseContext) -> list[str]:
     return ['rl.rewards=["headway.chaos.rewards:digits_in_sandbox"]']
 
 
+def _with_generators(_: CaseContext) -> list[str]:
+    return ["rl.staleness=1", "rl.generators=1"]
+
+
 def _at_agent(action: Action) -> Callable[[CaseContext], FaultPlan]:
     return lambda context: FaultPlan().add(action, point="watch", step=context.step, rank=AGENT, attempt=None)
 
@@ -295,6 +299,14 @@ CASES = (
     FaultCase(
         "stop-scorer", "SIGSTOP of a process that scores", "unhurt", (), _at_child("stop", "scorer"), attempts=1,
         policy=True,
+    ),
+    FaultCase(
+        "kill-generator", "SIGKILL of a process that samples while its worker trains", "unhurt", (),
+        _at_child("kill", "generator"), attempts=1, settings=_with_generators, policy=True,
+    ),
+    FaultCase(
+        "stop-generator", "SIGSTOP of a process that samples while its worker trains", "unhurt", (),
+        _at_child("stop", "generator"), attempts=1, settings=_with_generators, policy=True,
     ),
     FaultCase(
         "kill-sandbox", "SIGKILL of a sandbox of a code reward", "unhurt", (), _at_child("kill", "sandbox"),

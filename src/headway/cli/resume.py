@@ -50,8 +50,8 @@ def resume(
     train.recompute_blocks, train.memory_gb, train.offload_optimizer, train.compile, train.update_in_backward,
     train.cuda_graphs, train.plain, train.deterministic, train.device, train.restarts, train.fewest_workers,
     train.silent_node_s, train.join_s, train.timeout_s, train.rate_cuts, train.schedule, train.decay_steps, train.decay,
-    train.min_lr_ratio, inference.exact, data.path, data.mixture.*.path, data.media.decoders, data.skip, callbacks,
-    parallel.*, model.layout.*, eval.*, checkpoint.*, health.*, track.*
+    train.min_lr_ratio, rl.generators, inference.exact, data.path, data.mixture.*.path, data.media.decoders, data.skip,
+    callbacks, parallel.*, model.layout.*, eval.*, checkpoint.*, health.*, track.*
     """
     folder, from_store = folder_of(run, runs, alone=True)
     layout = None if mesh is None else parse_layout(mesh, stated_recipe(folder).parallel)

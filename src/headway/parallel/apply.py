@@ -98,6 +98,9 @@ class ParallelModel:
     """Whether shards reduce gradients in every microbatch."""
     documents: bool = True
     """Whether attention is restricted to documents."""
+    one_shape: bool = False
+    """Whether a step whose number of rows varies is padded to whole microbatches: a GPU's kernels are compiled for one
+    shape, and for every other one anew."""
     forgets: bool = False
     """Deliberate bug: gradients are not reduced over replicas."""
     head: MeasureHead | None = None
@@ -180,7 +183,9 @@ class ParallelModel:
     @property
     def rows_multiple(self) -> int:
         """What the rows of a step's passes, whose number may vary, are a multiple of."""
-        return 1 if self.schedule is None else self.microbatch * self.pipeline
+        if self.schedule is None:
+            return self.microbatch if self.one_shape else 1
+        return self.microbatch * self.pipeline
 
     def rest(self) -> None:
         """Free weights gathered for a forward pass without a backward pass."""
@@ -275,6 +280,7 @@ def parallelize_model(
         copies=copies,
         reduce_each=bool(parallel.reduce_each),
         documents=_takes_documents(model),
+        one_shape=world.device.type == "cuda",
         forgets="no-gradient-reduction" in mutations,
         head=head,
     )

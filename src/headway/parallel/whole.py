@@ -27,7 +27,7 @@ def fill_whole(plain: nn.Module, spread: ParallelModel, world: World, dtype: tor
     for name, like in sorted(wanted.items()):
         whole = _from_stage(stages[name], mine.get(name), like, world)
         gathered[id(like)] = whole.to(dtype) if isinstance(like, nn.Parameter) else whole
-    _assign(plain, gathered)
+    replace_tensors(plain, gathered)
 
 
 @torch.no_grad()
@@ -41,13 +41,20 @@ def refresh_whole(plain: nn.Module, spread: ParallelModel, world: World) -> bool
     own = dict((*spread.model.named_parameters(), *spread.model.named_buffers()))
     mine = {name: tensor for name, tensor in own.items() if name in wanted and name not in spread.borrowed}
     stages = _owners(sorted(wanted), mine, world)
-    copied = False
+    targets, sources, copied = list[Tensor](), list[Tensor](), False
     for name, tensor in sorted(wanted.items()):
-        whole = _from_stage(stages[name], mine.get(name), tensor, world)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)
-            copied = True
-    return copied
+        held = mine.get(name)
+        if world.axis("pipeline").size == 1 and held is not None and not isinstance(held, DTensor):
+            if held.data_ptr() != tensor.data_ptr():
+                targets.append(tensor)
+                sources.append(held)
+            continue
+        whole = _from_stage(stages[name], held, tensor, world)
+        tensor.copy_(whole)
+        copied = True
+    if targets:
+        torch._foreach_copy_(targets, sources)  # one launch rather than one per tensor
+    return copied or bool(targets)
 
 
 def _owners(names: list[str], mine: Mapping[str, Tensor], world: World) -> dict[str, int]:
@@ -73,7 +80,7 @@ def _from_stage(stage: int, held: Tensor | None, like: Tensor, world: World) -> 
     return whole
 
 
-def _assign(plain: nn.Module, tensors: Mapping[int, Tensor]) -> None:
+def replace_tensors(plain: nn.Module, tensors: Mapping[int, Tensor]) -> None:
     """Replace a model's tensors, by their identity: tied ones stay tied."""
     replaced = dict[int, Tensor]()
     for module in plain.modules():

@@ -50,6 +50,7 @@ CHANGEABLE = {
         f"model.layout.{key}": "how a custom model is parallelized; same gradients up to rounding"
         for key in ModelLayout.model_fields
     },
+    "rl.generators": "the same samples, at other times",
     "inference.exact": "same gradients up to rounding",
     "data.path": "the folder may move; its version must stay",
     "data.mixture.*.path": "the folder may move; its version must stay",

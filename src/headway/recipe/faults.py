@@ -22,16 +22,16 @@ AGENT, KEEPER = -1, -2
 WorkerPoint = Literal[
     "restore", "start", "data", "generate", "score", "compute", "collective", "optimizer", "evaluation", "save", "saved"
 ]
-ChildPoint = Literal["scorer", "sandbox"]
+ChildPoint = Literal["scorer", "sandbox", "generator"]
 AgentPoint = Literal["watch", "write", "written", "commit", "committed", "upload", "uploaded"]
 Point = WorkerPoint | ChildPoint | AgentPoint
 POINTS: tuple[Point, ...] = (*get_args(WorkerPoint), *get_args(ChildPoint), *get_args(AgentPoint))
 """Where a fault can fire. In a worker: when its state is restored (or initialized), at the start of a step, while
 waiting for data, before answers are sampled, once they are and the last are scored, in forward and backward, before
 gradients are reduced, before the update, in an evaluation, before and after a save's copy. In a process of a worker,
-to which `kill` and `stop` go: one that scores an answer, one that is a sandbox. In the agent: when it sees
-a step (or a later one) running, before and after a save's files are written, before and after its commit, before and
-after the upload to a store."""
+to which `kill` and `stop` go: one that scores an answer, one that is a sandbox, one that samples answers. In the
+agent: when it sees a step (or a later one) running, before and after a save's files are written, before and after its
+commit, before and after the upload to a store."""
 
 Action = Literal[
     "kill", "exit", "stop", "stall", "slow", "hang", "raise", "full-disk", "out-of-memory", "nan", "flip",

@@ -57,6 +57,9 @@ class Rl(Section):
     """Optimizer steps per batch of rollouts: so many steps' prompts are sampled at once, with the same weights."""
     staleness: NotNegative = 0
     """Answers are sampled so many batches of rollouts ahead: with weights that are older by as many."""
+    generators: NotNegative = 0
+    """Processes that sample while the worker trains, per worker of the run; with 0 it samples and trains in turns. They
+    need staleness: what they sample is learnt from later."""
     dynamic_sampling: bool = False
     """Leave out groups whose answers all have the same reward, and sample further prompts in their place (DAPO)."""
     dynamic_rounds: Positive = 4
@@ -101,6 +104,8 @@ class Rl(Section):
             raise ValueError(f"rewards names {twice} twice: give it once, with a larger weight")
         if self.overlong is not None and self.overlong.buffer > self.max_tokens:
             raise ValueError(f"overlong.buffer is {self.overlong.buffer}, but max_tokens is {self.max_tokens}")
+        if self.generators and not self.staleness:
+            raise ValueError(f"generators is {self.generators}, but staleness is 0: set it to 1 or more")
         if self.environment is None and self.environment_args:
             raise ValueError("environment_args has no effect without environment")
         return self
@@ -108,4 +113,5 @@ class Rl(Section):
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         unused = () if self.environment is not None else ("environment_args", "turns")
+        unused += () if self.generators else ("generators",)
         return {key: value for key, value in handler(self).items() if key not in unused}

@@ -115,9 +115,9 @@ class RolloutFiles:
                     rollouts[rollout.sample, rollout.answer] = rollout
         return rollouts
 
-    def open_part(self, header: BatchHeader, rank: int) -> "PartWriter":
-        """Return the file that a worker appends rollouts of a batch to."""
-        return PartWriter(self._folder / f"batch-{header.step:08d}.rank-{rank}.part.jsonl", header)
+    def open_part(self, header: BatchHeader, writer: str) -> "PartWriter":
+        """Return the file that a worker, by its rank, or one of its generators appends rollouts of a batch to."""
+        return PartWriter(self._folder / f"batch-{header.step:08d}.rank-{writer}.part.jsonl", header)
 
     def finish(self, batch: RolloutBatch) -> None:
         """Write a finished batch durably, and remove its parts."""

@@ -19,6 +19,7 @@ import torch
 from headway.data.prompts import Prompt
 from headway.errors import HeadwayError
 from headway.inference.chat import render_after_turn
+from headway.inference.load import LoadedModel
 from headway.inference.params import SamplingParams
 from headway.inference.text_engine import EngineOptions, TextEngine, TextOutput
 from headway.parallel import ParallelModel, World
@@ -97,22 +98,25 @@ class _Growing:
 def live_sampler(recipe: Recipe, run: RunFolder, spread: ParallelModel, world: World) -> "AnswerSampler":
     """Return a sampler over the trainer's weights. All workers call it, and `take_weights` of what it returns,
     together."""
-    assert recipe.rl is not None, "a policy objective has [rl]"
     model = live_model(recipe, run, spread, world)
+    return sampler_of(recipe, model, partial(refresh_whole, model.module, spread, world))
+
+
+def sampler_of(recipe: Recipe, model: LoadedModel, refresh: Callable[[], object]) -> "AnswerSampler":
+    """Return a sampler of a model; `refresh` gives it the weights of now."""
+    assert recipe.rl is not None, "a policy objective has [rl]"
     options = EngineOptions(
         max_length=min(model.max_length, recipe.data.seq + 1), memory_share=MEMORY_SHARE, exact=recipe.inference.exact,
         counts_padding=True,
         max_sequences=min(256, recipe.train.batch * recipe.rl.updates * recipe.rl.samples),
     )  # fmt: skip
-    return AnswerSampler(
-        recipe.rl, recipe.seed, TextEngine(model, options), partial(refresh_whole, model.module, spread, world)
-    )
+    return AnswerSampler(recipe.rl, recipe.seed, TextEngine(model, options), refresh)
 
 
 class AnswerSampler:
     """Samples answers with an engine."""
 
-    def __init__(self, rl: Rl, seed: int, engine: TextEngine, refresh: Callable[[], None]) -> None:
+    def __init__(self, rl: Rl, seed: int, engine: TextEngine, refresh: Callable[[], object]) -> None:
         """`refresh` gives the engine's model the weights of now."""
         self._rl, self._seed, self.engine, self._refresh = rl, seed, engine, refresh
         self._environment = None if rl.environment is None else EnvironmentPool(rl)

@@ -110,6 +110,9 @@ class DiffusionFeed:
     def held_out_rewards(self, held_out: Ids, version: int) -> None:
         """See Feed."""
 
+    def settle(self) -> None:
+        """See Feed."""
+
     def discard(self, version: int) -> None:
         """See Feed."""
 

@@ -77,6 +77,10 @@ class Feed(Protocol):
         a loss instead."""
         ...
 
+    def settle(self) -> None:
+        """Complete what is sampled ahead: a state is about to be saved that cannot sample it again."""
+        ...
+
     def discard(self, version: int) -> None:
         """Forget what was sampled with the weights after the step `version` or later: they may be corrupt."""
         ...
@@ -133,6 +137,9 @@ class DeviceFeed:
             yield self._objective.counts(read), batch
 
     def held_out_rewards(self, held_out: Ids, version: int) -> None:
+        """See Feed."""
+
+    def settle(self) -> None:
         """See Feed."""
 
     def discard(self, version: int) -> None:

@@ -141,6 +141,8 @@ def train(
             evaluate_tasks(parts, tasks, step)
         if saving:
             wanted = replace(wanted, save=False)
+            if not wanted.full:
+                parts.feed.settle()
             beat.enter("save")
             if wanted.full:
                 saves.skip(step)
@@ -150,6 +152,8 @@ def train(
 
     for result in meter.drain():
         recorded, wanted = record(parts, watch, recorded, result, wanted)
+    if recorded.step > durable:
+        parts.feed.settle()
     beat.enter("save")
     if recorded.step > durable:
         if replicas is not None and replicas.agreed < recorded.step:

@@ -9,7 +9,6 @@ A batch of rollouts is for `rl.updates` steps, and is stored before the first of
 data, the seed and the weights; so an attempt that resumes in the middle reads it, and samples only what is missing.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from headway.data.order import Ids
-from headway.data.prompts import Prompt, PromptOrder, PromptReader
+from headway.data.prompts import PromptOrder, PromptReader
 from headway.errors import RunError, plural
 from headway.parallel import ParallelModel, World
 from headway.parallel.objective import DeviceBatch
@@ -26,10 +25,9 @@ from headway.recipe import Recipe
 from headway.recipe.policy import PolicyGradient
 from headway.rl.groups import Group, advantages_of, chosen, failure_note, groups_of, metrics_of, shares, weights_of
 from headway.rl.packing import PackedAnswers
-from headway.rl.rewards import Answer
 from headway.rl.rollout import Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, from_lines, to_lines
-from headway.rl.scorer import Scorer, with_environment
+from headway.rl.scorer import Scorer
 from headway.state import list_checkpoints
 from headway.track import Recorder, RunFolder
 from headway.track.heartbeat import HeartbeatWriter
@@ -38,7 +36,9 @@ from headway.train.answers import AnswerRequest, AnswerSampler, live_sampler
 from headway.train.fail_together import fail_together
 from headway.train.fault_injector import WorkerFaultInjector
 from headway.train.feed import FedStep
+from headway.train.generators import Generators
 from headway.train.objectives import CountedObjective
+from headway.train.scored_answers import ScoredAnswers
 
 HELD_OUT = ("reward", "length", "truncated")
 """Metrics of answers to held-out prompts, besides those of each reward."""
@@ -46,8 +46,6 @@ HELD_OUT_ANSWERS = 4
 """Answers to each held-out prompt, or as many as to others if those are fewer."""
 HELD_OUT_SAMPLES = 1 << 50
 """Numbers of samples from here on are those of held-out prompts: the same random numbers in every evaluation."""
-POLL_S = 0.01
-"""Between looks at the scorers once all answers are sampled."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,9 @@ class RolloutFeed:
         self._run, self._files = run, RolloutFiles(run)
         self._scorer = Scorer(recipe.rl)
         self._sampler: AnswerSampler | None = None
+        self._generators: Generators | None = None
+        self._pending: BatchHeader | None = None
+        """Of the batch that generators sample."""
         self._first = 0
         """The first step of the batch that `_lessons` are of."""
         self._lessons = list[_Lesson]()
@@ -114,6 +115,8 @@ class RolloutFeed:
         self._scorer.close()
         if self._sampler is not None:
             self._sampler.close()
+        if self._generators is not None:
+            self._generators.close()
 
     def forget_weights(self) -> None:
         """Begin anew with the weights of now, whatever step they are of."""
@@ -138,6 +141,9 @@ class RolloutFeed:
 
     def discard(self, version: int) -> None:
         """See Feed; all workers together."""
+        if self._generators is not None:
+            self._generators.close()  # they write no more
+            self._generators, self._pending = None, None
         if self._world.first:
             self._files.discard(version)
         self._world.any(False)  # none starts anew before they are gone
@@ -154,7 +160,9 @@ class RolloutFeed:
             return self._needed(first, f"resuming at step {step}")
         header = BatchHeader(first, first - 1, chain_before, cursor)
         last = min(first + ahead, self._recipe.train.steps)
-        if first == 1:
+        if self._rl.generators:
+            self._sample_meanwhile(header, last)
+        elif first == 1:
             for start in range(1, last + 1, updates):
                 header = replace(header, step=start, cursor=self._made(replace(header, step=start)).end)
         elif ahead == 0:
@@ -163,6 +171,81 @@ class RolloutFeed:
             before = self._needed(first + ahead - updates, f"rl.staleness = {self._rl.staleness}")
             self._made(replace(header, step=first + ahead, cursor=before.end))
         return self._needed(first, f"rl.staleness = {self._rl.staleness}")
+
+    def _sample_meanwhile(self, header: BatchHeader, last: int) -> None:
+        """Have generators sample the batch that begins with the step `last`, with the weights of now, and return.
+
+        Before that, the one that they were sampling is completed. A run's first batches are sampled one by one.
+        """
+        self.settle()
+        updates, first = self._rl.updates, header.step
+        starts = [*range(1, last + 1, updates)] if first == 1 else [last]
+        if first > 1:
+            if last < first + self._rl.staleness * updates:
+                return  # the run ends before that
+            header = replace(header, cursor=self._needed(last - updates, f"rl.staleness = {self._rl.staleness}").end)
+        self._share_weights(header.version)
+        for start in starts[:-1]:
+            header = replace(header, cursor=self._made(replace(header, step=start)).end)
+        self._begin(replace(header, step=starts[-1]))
+        if starts[-1] == first:
+            self.settle()
+
+    def _share_weights(self, version: int) -> None:
+        """Give generators the weights of now; all workers together."""
+        with self._recorder.span("sync"):
+            if self._generators is None:
+                self._generators = Generators(self._recipe, self._run, self._spread, self._world)
+            self._generators.take_weights(version)
+
+    def _begin(self, header: BatchHeader) -> None:
+        """Have generators begin with a batch, unless it is stored."""
+        assert self._generators is not None
+        stored = self._files.header(header.step) if self._world.first else None
+        if self._world.any(stored == header):
+            return
+        drawn = self.order.next(header.cursor, self._recipe.train.batch * self._rl.updates)
+        self._faults.reach("generate", header.step)
+        self._generators.ask(header, self._missing(header, self._requests(drawn.samples, drawn.prompts)))
+        self._pending = header
+
+    def settle(self) -> None:
+        """See Feed; all workers together."""
+        if self._pending is not None:
+            header, self._pending = self._pending, None
+            self._made(header)
+
+    def _by_generators(self, header: BatchHeader, requests: Sequence[AnswerRequest]) -> list[Rollout]:
+        """Return scored answers that generators sample, or have sampled."""
+        generators = self._generators
+        assert generators is not None
+
+        def on_round() -> None:
+            self._beat.alive()
+            self._faults.reach_child("generator", header.step, generators.sampling)
+
+        self._beat.enter("generate")
+        with self._recorder.span("idle"):
+            self._faults.reach("score", header.step)
+            generators.wait(on_round)
+            if missing := self._missing(header, requests):
+                generators.ask(header, missing)
+                generators.wait(on_round)
+        done = self._files.read_parts(header)
+        return [done[request.key] for request in requests]
+
+    def _requests(self, samples: Sequence[int], numbers: Sequence[int]) -> list[AnswerRequest]:
+        """Return the answers that this worker samples: those to some of the prompts."""
+        return [
+            AnswerRequest(self.prompts.prompt(number), sample, answer)
+            for sample, number in [*zip(samples, numbers, strict=True)][self._mine]
+            for answer in range(self._rl.samples)
+        ]
+
+    def _missing(self, header: BatchHeader, requests: Sequence[AnswerRequest]) -> list[AnswerRequest]:
+        """Return the answers of a batch that are not stored."""
+        done = self._files.read_parts(header)
+        return [request for request in requests if request.key not in done]
 
     def _needed(self, first: int, why: str) -> RolloutBatch:
         """Return a stored batch of rollouts; raise RunError if it is not there. All workers read it from the first."""
@@ -211,16 +294,13 @@ class RolloutFeed:
 
     def _scored(self, header: BatchHeader, samples: Sequence[int], numbers: Sequence[int]) -> list[Rollout]:
         """Return scored answers to prompts, of all workers: each samples those to some of the prompts."""
-        mine = [*zip(samples, numbers, strict=True)][self._mine]
+        requests = self._requests(samples, numbers)
+        if self._rl.generators:
+            return self._gathered(self._by_generators(header, requests))
         done = self._files.read_parts(header)
-        requests = [
-            AnswerRequest(self.prompts.prompt(number), sample, answer)
-            for sample, number in mine
-            for answer in range(self._rl.samples)
-        ]
         stored = [done[request.key] for request in requests if request.key in done]
         missing = [request for request in requests if request.key not in done]
-        with self._files.open_part(header, self._world.rank) as part:
+        with self._files.open_part(header, str(self._world.rank)) as part:
             new = self.sampled(missing, header.version, part.add, step=header.step)
         return self._gathered([*stored, *new])
 
@@ -239,32 +319,19 @@ class RolloutFeed:
     ) -> list[Rollout]:
         """Sample answers and score them meanwhile; `store` is called with each once it is scored."""
         self._beat.enter("generate")
-        sampler = self.sampler(version)
-        prompts = {request.key: request.prompt for request in requests}
-        unscored, scored = dict[int, Rollout](), list[Rollout]()
 
-        def submit(rollout: Rollout) -> None:
-            unscored[self._scorer.submit(_answer_of(rollout, prompts[rollout.sample, rollout.answer]))] = rollout
-
-        def take() -> None:
+        def on_round() -> None:
             self._beat.alive()
             if step:
                 self._faults.reach_child("scorer", step, self._scorer.busy)
                 self._faults.reach_child("sandbox", step, self._scorer.sandboxes)
-            for number, score in self._scorer.poll().items():
-                rollout = unscored.pop(number)
-                rollout = replace(rollout, score=with_environment(score, rollout.score))
-                store(rollout)
-                scored.append(rollout)
 
+        work = ScoredAnswers(self.sampler(version), self._scorer, requests, store, on_round)
         with self._span("generate", step):
-            sampler.sample(requests, submit, take, greedy=greedy)
+            work.sample(greedy=greedy)
         with self._span("score", step):
-            while unscored:
-                take()
-                if unscored:
-                    time.sleep(POLL_S)
-        return scored
+            work.wait()
+        return work.scored
 
     @contextmanager
     def _span(self, name: Literal["generate", "score"], step: int) -> Iterator[None]:
@@ -349,17 +416,6 @@ class RolloutFeed:
         if self._world.first and columns:
             self._files.store_scores(batch.header, index, columns)
         return columns
-
-
-def _answer_of(rollout: Rollout, prompt: Prompt) -> Answer:
-    """Return what a reward sees of an answer."""
-    return Answer(
-        text="\n".join(rollout.turns) if rollout.turns else rollout.text,
-        prompt=prompt.text,
-        fields=prompt.fields,
-        tokens=rollout.tokens,
-        finish=rollout.finish,
-    )
 
 
 def _answers(groups: Sequence[Group]) -> list[Rollout]:
