@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from headway.models.transfer import on_device
+
 
 @dataclass(frozen=True)
 class DeviceBatch:
@@ -113,7 +115,8 @@ class SumScale(NamedTuple):
         """Return sums times their factors: a scalar for the plain summed loss."""
         if sums.dim() == 0:
             return sums * self.sums[0]
-        return sums * torch.tensor(self.sums, dtype=sums.dtype, device=sums.device)
+        factors = torch.tensor(self.sums, dtype=sums.dtype)
+        return sums * on_device(factors, sums.device)
 
 
 def loss_of(values: Tensor, terms: int) -> Tensor:

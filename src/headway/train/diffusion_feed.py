@@ -24,6 +24,7 @@ from headway.models.diffusion import TextStates
 from headway.models.noise import HELD_OUT, TRAINING, Draw, draw
 from headway.models.noising import NoisePath, noise_path
 from headway.models.pixels import to_samples
+from headway.models.transfer import on_device
 from headway.parallel import ParallelModel, World
 from headway.parallel.objective import LABEL, TEXT, TEXT_MASK, DeviceBatch
 from headway.recipe import Recipe
@@ -184,8 +185,7 @@ class DiffusionFeed:
         return {TEXT: states, TEXT_MASK: mask}
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        device = self._world.device
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+        return on_device(tensor, self._world.device)
 
 
 def pooled_reader(
@@ -205,6 +205,7 @@ def pooled_reader(
 def mixed(factors: tuple[np.ndarray, np.ndarray], data: Tensor, noise: Tensor) -> Tensor:
     """Return data and noise added up with a factor each per sample."""
     of_data, of_noise = (
-        torch.from_numpy(factor_N).float().to(data.device).view(-1, *(1,) * (data.dim() - 1)) for factor_N in factors
+        on_device(torch.from_numpy(factor_N).float(), data.device).view(-1, *(1,) * (data.dim() - 1))
+        for factor_N in factors
     )
     return of_data * data + of_noise * noise
