@@ -138,7 +138,6 @@ def print_built(built: MediaResult, out: Path) -> None:
 def sample_clips(path: Path, samples: int) -> list[dict[str, Any]]:
     """Return facts of clips spread evenly over a dataset."""
     dataset = open_media(path)
-    numbers = sorted({index * dataset.clips // max(samples, 1) for index in range(samples)})
     return [
         {
             "clip": clip.number, "name": clip.name, "source": clip.source, "codec": clip.codec, "width": clip.width,
@@ -146,8 +145,13 @@ def sample_clips(path: Path, samples: int) -> list[dict[str, Any]]:
             "keyframes": len(clip.keyframes), "rotation": clip.rotation, "captions": list(clip.captions),
             "label": clip.label, "bytes": clip.bytes, "sha256": clip.sha256,
         }
-        for clip in map(dataset.clip, numbers)
+        for clip in map(dataset.clip, spread_over(dataset.clips, samples))
     ]  # fmt: skip
+
+
+def spread_over(clips: int, most: int) -> list[int]:
+    """Return the numbers of at most so many clips, spread evenly."""
+    return sorted({index * clips // max(most, 1) for index in range(most)})
 
 
 def print_clip(clip: dict[str, Any]) -> None:
