@@ -4,10 +4,10 @@
 
 Every clip is one group of pictures: 250 frames of 1280 x 720, H.264 as x264 makes it by default. An epoch has two
 samples of 16 frames per clip, one after the other (`--placement spread`: one in each half), scaled to 455 x 256 and cut
-to 256 x 256. Both sides decode every sample of the epoch in its order and must give the same bits. The baseline opens the
-clip, seeks, decodes with one thread up to the sample's last frame, and scales the sample's frames; it is what a data
-set of clips does in `__getitem__`, here in as many forked processes. Frames are useful if a sample has them. CPU time
-is that of this process and of its decoders, their start included.
+to 256 x 256. Both sides decode every sample of the epoch in its order and must give the same bits. The baseline opens
+the clip, seeks, decodes with one thread up to the sample's last frame, and scales the sample's frames; it is what a
+data set of clips does in `__getitem__`, here in as many forked processes. Frames are useful if a sample has them. CPU
+time is that of this process and of its decoders, their start included.
 """
 
 import argparse

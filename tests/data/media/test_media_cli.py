@@ -12,7 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from headway.cli.data import app
-from headway.cli.media_view import local_sources
+from headway.cli.media_view import local_sources, spread_over
 from headway.data.media import MediaOptions, build_media, open_media
 from headway.data.media.corpus import open_media_corpus
 from headway.data.media.decode import Undecodable, open_image
@@ -107,6 +107,14 @@ def test_sources_in_object_stores_are_copied_once(files: Path, tmp_path: Path) -
     assert not copy.exists()
     with pytest.raises(DataError, match=r"no video file matches file://.*\*.avi"):
         local_sources([f"{url}/*.avi"], "video", tmp_path / "data").__enter__()
+
+
+def test_shown_clips_are_spread_and_not_all_alike() -> None:
+    for clips, most in ((0, 3), (2, 8), (96, 3), (96, 96), (60, 40), (1797, 40)):
+        shown = spread_over(clips, most)
+        assert len(set(shown)) == len(shown) == min(clips, most)
+        assert all(0 <= number < clips for number in shown)
+    assert {number % 4 for number in spread_over(96, 8)} == {0, 1, 2, 3}
 
 
 def test_histogram_counts_every_value_once() -> None:
