@@ -275,7 +275,6 @@ meters = list[Any]()
 
 def headway_step(row: dict[str, Any], way: str, device: torch.device, settings: list[str]) -> tuple[Step, float]:
     """Return a training step of Headway, and its planned seconds on an H200."""
-    from headway.models import init_weights
     from headway.models.custom import empty_model
     from headway.parallel import World, parallelize_model, total_norm
     from headway.parallel.objective import LABEL, TEXT, TEXT_MASK, TIME, DeviceBatch, SumScale
@@ -304,7 +303,7 @@ def headway_step(row: dict[str, Any], way: str, device: torch.device, settings: 
     spread = parallelize_model(empty_model(recipe.model), recipe, world, objective=objective)
     for buffer in spread.model.buffers():
         buffer.zero_()
-    init_weights(spread.model, 0)
+    draw_weights(spread.model)
     optimizer = build_optimizer(spread.model, recipe.train, 0, world)
     ones = torch.ones(row["batch"], device=device)
     columns = {WEIGHT: ones, BIN: torch.zeros(row["batch"], dtype=torch.int64, device=device)}
@@ -339,6 +338,17 @@ def headway_step(row: dict[str, Any], way: str, device: torch.device, settings: 
         return values.sum()
 
     return step, planned_seconds(recipe)
+
+
+@torch.no_grad()
+def draw_weights(model: torch.nn.Module) -> None:
+    """Draw weights on the device, which takes less time than the trainer's on the host."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, 0.02)
+        else:
+            parameter.fill_(float(name.endswith("norm.weight")))
 
 
 @cache

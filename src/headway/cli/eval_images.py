@@ -49,15 +49,18 @@ def evaluate_images(
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
     """Run the process, with a progress bar on a terminal; return its last message."""
+    messages = list[dict[str, Any]]()
     with model_process("headway.inference.evaluate_images", "evaluation", request) as running:
         if not sys.stderr.isatty():
-            return list(running.messages())[-1]
-        message: dict[str, Any] = {}
-        with terminal_bars("{task.description}", "Bar", "{task.completed:,}/{task.total:,}", "TimeRemaining") as bars:
-            task = bars.add_task("sampling", total=request["samples"])
-            for message in running.messages():
-                bars.update(task, completed=message["samples"])
-        return message
+            messages += running.messages()
+        else:
+            columns = ("{task.description}", "Bar", "{task.completed:,}/{task.total:,}", "TimeRemaining")
+            with terminal_bars(*columns) as bars:
+                task = bars.add_task("sampling", total=request["samples"])
+                for message in running.messages():
+                    messages.append(message)
+                    bars.update(task, completed=message["samples"])
+    return messages[-1]
 
 
 def _record(

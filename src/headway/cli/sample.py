@@ -86,7 +86,14 @@ def sample(
     if diffusion is not None:
         if max_tokens is not None:
             raise UsageError("--max-tokens has no effect with a diffusion model", hint="leave it out")
-        settings = {"steps": steps, "guidance": guidance, "sampler": sampler, "fps": fps, "seed": seed, "ema": ema}
+        settings: dict[str, object] = {
+            "steps": steps,
+            "guidance": guidance,
+            "sampler": sampler,
+            "fps": fps,
+            "seed": seed,
+            "ema": ema,
+        }
         settings |= {"image": None if image is None else str(image.absolute())}
         sample_media(
             name, source, diffusion, prompts=prompt or [], labels=label or [], count=count, size=size, out=out,
