@@ -109,7 +109,7 @@ def test_image_to_video_run_continues_an_image(lab, clips, tmp_path) -> None:
     (tmp_path / "bad.png").write_bytes(b"no image")
     for words, why in (([], "continues an image, and there is none"), (["--image", "bad.png"], "cannot read")):
         failed = headway("sample", result.run.name, *words, runs=runs)
-        assert failed.returncode == 1
+        assert failed.returncode in (1, 2)
         assert why in failed.stderr
 
 
