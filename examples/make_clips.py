@@ -3,8 +3,9 @@
     python examples/make_clips.py OUT [CLIPS [SIZE [FRAMES]]]
 
 OUT/clips has the files and OUT/captions.jsonl a row for each: two captions, the direction as a label (0 left, 1 right,
-2 up, 3 down), and the scene that the clip belongs to. The clips of a scene share shape, colour and path, so that a
-model that is tested on other scenes has not seen them. Build a dataset from them with
+2 up, 3 down), and the scene that the clip belongs to. A shape crosses the picture, from near the edge that it moves
+away from. The clips of a scene share shape, colour and lane, so that a model that is tested on other scenes has not
+seen them. Build a dataset from them with
 `headway data build data/clips 'OUT/clips/**/*.mp4' --kind video --captions OUT/captions.jsonl`.
 """
 
@@ -47,6 +48,12 @@ def frames(size: int, count: int, shape: str, colour: str, direction: str, start
     return out
 
 
+def start_of(direction: str, size: int, lane: float, edge: float) -> tuple[float, float]:
+    """Return where a shape begins: near the edge that it moves away from, so that it crosses the picture."""
+    along = edge if direction in ("left", "up") else size - edge
+    return (along, lane) if direction in ("left", "right") else (lane, along)
+
+
 def write_clip(path: Path, pictures: np.ndarray, fps: int = 8, gop: int = 12) -> None:
     """Encode frames with H.264, a keyframe every `gop` frames."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,8 +79,9 @@ def main() -> None:
             scene, turn = divmod(number, PER_SCENE)
             if turn == 0:
                 shape, colour = generator.choice(SHAPES), generator.choice(list(COLOURS))
-                start = (generator.uniform(0, size), generator.uniform(0, size))
+                lane, edge = generator.uniform(0, size), generator.uniform(0.7, 0.9) * size
             direction = list(DIRECTIONS)[turn]
+            start = start_of(direction, size, lane, edge)
             name = f"scene-{scene:03d}/{direction}.mp4"
             write_clip(out / "clips" / name, frames(size, count, shape, colour, direction, start))
             row = {

@@ -189,7 +189,11 @@ def test_every_package_lists_its_contents() -> None:
             for node in tree.body
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
         ]
-        names = {a.asname or a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
+        # also those that are imported when they are used, which stand under `if TYPE_CHECKING`
+        imports = [
+            n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("headway")
+        ]
+        names = {a.asname or a.name for n in imports for a in n.names}
         if names:
             assert lists, init
             assert set(lists[0]) == names, init

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from headway.cli.sample import sample as sample_command
 from headway.data.tokenizer import TextTokenizer, train_tokenizer
 from headway.errors import HeadwayError, ModelError, RunError, StateError, UsageError
-from headway.inference.sample import SampleRequest, main, sample
+from headway.inference.request_process import answer_request
+from headway.inference.sample import SampleRequest, sample
 from headway.models import Decoder, empty_decoder, init_weights
 from headway.recipe import Data, Model, Recipe, Train
 from headway.state import CheckpointFacts, begin_checkpoint, commit, shard_name, write_shard
@@ -131,7 +132,7 @@ def test_the_process_reports_errors_as_its_last_line(
             read = staticmethod(lambda: json.dumps(request).encode())
 
     monkeypatch.setattr("sys.stdin", Stdin)
-    assert main() == 1
+    assert answer_request(SampleRequest, sample) == 1
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "recipe.json" in last["error"]
     assert "\n" not in last["error"]

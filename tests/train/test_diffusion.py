@@ -11,12 +11,13 @@ from PIL import Image
 
 from headway.data.media import MediaOptions, build_media
 from headway.data.media.corpus import open_media_corpus
-from headway.errors import DataError, RecipeError
+from headway.errors import RecipeError
+from headway.models.diffusion import open_text_encoder
 from headway.models.noise import HELD_OUT, TRAINING, draw
 from headway.models.noising import alphas_cumprod, noise_path, shifted
-from headway.models.pixels import to_pixels, to_samples
+from headway.models.pixels import first_frame, to_pixels, to_samples
 from headway.parallel import World
-from headway.parallel.objective import LABEL, TIME, DeviceBatch, SumScale, loss_of
+from headway.parallel.objective import IMAGE, LABEL, TIME, DeviceBatch, SumScale, loss_of
 from headway.recipe import Recipe
 from headway.recipe.diffusion import Ddpm, Flow
 from headway.recipe.load import parse_recipe
@@ -181,7 +182,9 @@ def feed_of(recipe: Recipe, rank: int = 0, ranks: int = 1) -> DiffusionFeed:
     data = SimpleNamespace(rank=rank, size=ranks)
     world = SimpleNamespace(data=data, device=torch.device("cpu"))
     recipe = with_sample_tokens(recipe)
-    return DiffusionFeed(recipe, open_media_corpus(recipe), world, DenoisingLoss(recipe.objective), None)
+    texts = recipe.model.conditioning == "text"
+    encode = open_text_encoder(recipe.model).encode if texts else None
+    return DiffusionFeed(recipe, open_media_corpus(recipe), world, DenoisingLoss(recipe.objective), encode)
 
 
 def rows_of(batch: DeviceBatch) -> list[torch.Tensor]:
@@ -215,6 +218,38 @@ def test_conditions_are_dropped_in_the_stated_share(images: Path) -> None:
     assert int((labels == 3).sum()) == pytest.approx(240, abs=4 * math.sqrt(800 * 0.3 * 0.7))
     assert set(labels.tolist()) == {0, 1, 2, 3}
     feed.close()
+
+
+WAN = {
+    "family": "wan", "conditioning": "text", "patch": [1, 2, 2], "layers": 1, "dim": 24, "heads": 2, "text_tokens": 16,
+    "num_classes": None,
+}  # fmt: skip
+
+
+def test_image_to_video_models_are_given_the_first_frame_without_noise(images: Path) -> None:
+    recipe = recipe_of(images, model={**WAN, "image_channels": 5})
+    feed = feed_of(recipe)
+    batch = feed.take(1, 0, 8, "").rows
+    beside, t = batch.columns[IMAGE], batch.columns[TIME].view(-1, 1, 1, 1, 1)
+    assert (beside[:, :2] == 1).all()  # its mask
+    torch.testing.assert_close(beside[:, 2:], batch.inputs - t * batch.labels, rtol=0, atol=1e-5)
+    assert len(batch.rows(0, 3).columns[IMAGE]) == 3
+    feed.close()
+    video = torch.arange(2 * 3 * 4 * 2 * 2, dtype=torch.float32).view(2, 3, 4, 2, 2)
+    beside = first_frame(video, 5)
+    assert beside.shape == (2, 5, 4, 2, 2)
+    assert (beside[:, :2, 0] == 1).all()
+    assert torch.equal(beside[:, 2:, 0], video[:, :, 0])
+    assert not beside[:, :, 1:].any()
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [({"image_channels": 3}, "its mask at least one"), ({"image_channels": 4, "image_dim": 8}, "no image encoder")],
+)
+def test_image_to_video_models_that_pixels_cannot_train_are_refused(images: Path, model, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        with_sample_tokens(recipe_of(images, model={**WAN, **model}))
 
 
 def test_held_out_samples_are_the_same_for_every_seed_and_split(images: Path) -> None:
@@ -265,13 +300,3 @@ def test_sizes_that_patches_do_not_divide_are_refused(images: Path) -> None:
         with_sample_tokens(recipe_of(images, model={"patch": 3}))
     with pytest.raises(RecipeError, match="in_channels is 4, but pixels have 3"):
         with_sample_tokens(recipe_of(images, model={"in_channels": 4}))
-
-
-def test_unlabelled_data_is_refused_for_classes(images: Path, tmp_path: Path) -> None:
-    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
-    Image.new("RGB", (4, 4), "red").save(tmp_path / "b.png")
-    build_media(tmp_path / "data", [str(tmp_path / "*.png")], MediaOptions(kind="image"))
-    feed = feed_of(recipe_of(tmp_path / "data"))
-    with pytest.raises(DataError, match="has no label"):
-        feed.take(1, 0, 8, "")
-    feed.close()

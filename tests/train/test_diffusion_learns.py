@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headway.inference.diffusion import Generator, SamplingSettings
-from headway.inference.sample_media import load_diffusion
+from headway.inference.load_diffusion import load_diffusion
 from headway.models.diffusion import open_text_encoder
 from headway.models.pixels import to_pixels
 from headway.state import find_checkpoint, open_checkpoint

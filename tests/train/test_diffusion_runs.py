@@ -85,6 +85,34 @@ def clips(tmp_path_factory) -> Path:
     return folder / "data"
 
 
+def test_image_to_video_run_continues_an_image(lab, clips, tmp_path) -> None:
+    """Its samples depend on the image, which samples of a text-to-video run do not take."""
+    values = recipe_of(clips, "text").model_dump()
+    values["model"] = {"family": "wan", "in_channels": 3, "patch": [1, 8, 8], "layers": 1, "dim": 24, "heads": 2}
+    values["model"] |= {"text_tokens": 32, "image_channels": 4}
+    values |= {"objective": {"kind": "flow"}, "data": {"kind": "video", "path": str(clips), "holdout": 0.1}}
+    values["data"]["media"] = {"sizes": "16x16", "frames": 3}
+    values["train"]["lr"] = 0.05
+    values["eval"]["samples"] = {"count": 2, "steps": 2}
+    result = lab.train(parse_recipe(values, {}, "test"), workers=2)
+    assert result.outcome.state == "finished", result.outcome
+    assert len(list(result.run.samples.iterdir())) == 4
+    runs, pictures = result.run.path.parent, []
+    for number, colour in enumerate(("white", "black", "white")):
+        Image.new("RGB", (20 + number, 30), colour).save(tmp_path / f"{colour}.png")
+        words = ["--image", str(tmp_path / f"{colour}.png"), "--out", str(tmp_path / f"{number}.png"), "--steps", "2"]
+        done = headway("sample", result.run.name, "--prompt", "a red bar", *words, runs=runs)
+        assert done.returncode == 0, done.stderr
+        pictures.append(np.asarray(Image.open(tmp_path / f"{number}.png")))
+    assert (pictures[0] == pictures[2]).all()
+    assert (pictures[0] != pictures[1]).any()
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    for words, why in (([], "continues an image, and there is none"), (["--image", "bad.png"], "cannot read")):
+        failed = headway("sample", result.run.name, *words, runs=runs)
+        assert failed.returncode in (1, 2)
+        assert why in failed.stderr
+
+
 def test_video_runs_with_killed_workers_and_decoders_end_with_the_same_bits(lab, make_lab, tmp_path, clips) -> None:
     """On one worker and on two; the decoder processes of a live run are killed whenever there are some."""
     values = recipe_of(clips, "text").model_dump()
@@ -159,6 +187,56 @@ def test_grids_and_samples_of_a_run(lab, images) -> None:
     ):
         failed = headway("sample", run.name, *wrong, runs=run.path.parent)
         assert failed.returncode in (1, 2), failed
+        assert why in failed.stderr
+    for number in ("", "-2"):  # without --out nothing is overwritten
+        assert headway("sample", run.name, "--label", "1", "--steps", "1", runs=run.path.parent).returncode == 0
+        assert (run.path.parent / f"{run.name}-{STEPS}{number}.png").is_file()
+
+
+def test_frechet_distance_of_a_run_is_that_of_its_samples(lab, images, tmp_path) -> None:
+    """Recorded in the run, and the formula on samples that `headway sample` draws with the same seed."""
+    import torch
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    from headway.data.media.corpus import open_media_corpus
+    from headway.data.media.pictures import GAP, LEAST_SIDE
+    from headway.inference.image_features import FeatureNetwork, distance_of_images
+    from headway.track import read_evaluations
+
+    torch.manual_seed(0)
+    config = CLIPVisionConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    CLIPVisionModel(config).save_pretrained(tmp_path / "clip")
+    recipe = recipe_of(images)
+    run = lab.train(recipe, workers=1).run
+    words = ["eval", run.name, "--frechet", str(tmp_path / "clip"), "--limit", "16", "--guidance", "1.5", "--json"]
+    done = headway(*words, runs=run.path.parent)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (recorded,) = read_evaluations(run)
+    assert [metric.value for metric in recorded.metrics] == [found["frechet"], found["halves"]]
+
+    order, reader = (corpus := open_media_corpus(recipe)).order, corpus.reader
+    real = [reader.read(order.numbers(cursor)) for cursor in (0, 8)]
+    labels = [word for media in real for label in media.labels.tolist() for word in ("--label", str(label))]
+    out = tmp_path / "samples.png"
+    drawn = headway("sample", run.name, *labels, "--guidance", "1.5", "--out", str(out), runs=run.path.parent)
+    assert drawn.returncode == 0, drawn.stderr
+    sheet = np.asarray(Image.open(out).convert("RGB"))
+    factor = -(-LEAST_SIDE // 8)  # a sheet of 4 x 4 enlarged samples
+    side = 8 * factor + GAP
+    corners = [(GAP + side * (number // 4), GAP + side * (number % 4)) for number in range(16)]
+    tiles = torch.from_numpy(
+        np.stack([sheet[top:, left:][: 8 * factor : factor, : 8 * factor : factor] for top, left in corners])
+    )
+    truth = torch.from_numpy(np.concatenate([media.pixels[:, 0] for media in real]))
+    expected = distance_of_images(FeatureNetwork(tmp_path / "clip"), tiles, truth)
+    assert found["frechet"] == pytest.approx(expected, rel=1e-3)
+
+    for wrong, why in ((["--tasks", "gsm8k"], "no --tasks"), (["--limit", "99999"], "an epoch of the data has")):
+        failed = headway("eval", run.name, "--frechet", str(tmp_path / "clip"), *wrong, runs=run.path.parent)
+        assert failed.returncode in (1, 2)
         assert why in failed.stderr
 
 

@@ -27,6 +27,7 @@ from headway.cli.media_view import (
     print_probe,
     probe_facts,
     sample_clips,
+    spread_over,
 )
 from headway.cli.options import Json, Settings
 from headway.cli.progress import terminal_bars
@@ -57,7 +58,7 @@ from headway.data.media import (
     read_media_manifest,
 )
 from headway.data.media.probe import plot_media, probe_media
-from headway.data.media.sheet import write_sheet
+from headway.data.media.sheet import full_page, write_sheet
 from headway.data.own_source import own_sources
 from headway.data.packing import Packing, compute_packing
 from headway.data.prompts import PromptReader
@@ -69,6 +70,8 @@ from headway.track.hub import hub_sources, local_model
 app = typer.Typer(help="Build, inspect, verify, compare and mix datasets.", no_args_is_help=True)
 
 DataPath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder made by `headway data build`.")]
+PREVIEW = 3
+"""Documents or clips that `show` prints."""
 MANIFEST_FACTS = ("version", "tokens", "documents", "prompt_tokens", "vocab_size", "end_of_text", "dtype")
 CHAT_FACTS = ("kind", "conversations", "trained_tokens")
 BUILD_FACTS = ("sources", "source_bytes", "skipped", "engine", "changed")
@@ -280,14 +283,17 @@ def _ray() -> RayEngine:
 @app.command("show")
 def show_command(
     path: DataPath,
-    samples: Annotated[int, typer.Option(min=0, help="Documents to preview.")] = 3,
+    samples: Annotated[
+        int | None, typer.Option(min=0, help="Documents or clips to preview (default: 3; of a sheet, a full page).")
+    ] = None,
     chat: Annotated[
         int | None,
         typer.Option(min=0, metavar="N", help="Print chat sample N with what is trained on in colour, or prompt N."),
     ] = None,
     seq: Annotated[int, typer.Option(min=1, help="Of chats, show how they fill rows of so many tokens.")] = 4096,
     sheet: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="Of images and video, write a contact sheet of the samples.")
+        Path | None,
+        typer.Option(metavar="OUT.png", help="Of images and video, write a contact sheet."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -306,7 +312,7 @@ def show_command(
         sample = chat_sample(dataset, chat)
         print_json(sample) if as_json else print_chat_sample(sample)
         return
-    shown = list(_samples(dataset, samples))
+    shown = list(_samples(dataset, PREVIEW if samples is None else samples))
     packing = None
     if dataset.kind not in ("text", "prompts"):
         packing = compute_packing(dataset, Data(path=str(path), seq=seq, holdout=0, over_length="drop"))
@@ -327,11 +333,14 @@ def show_command(
     print(f"\nnext: {_next(dataset.manifest, path)}")
 
 
-def _show_media(path: Path, samples: int, sheet: Path | None, as_json: bool) -> None:
-    shown = sample_clips(path, samples)
+def _show_media(path: Path, samples: int | None, sheet: Path | None, as_json: bool) -> None:
+    shown = sample_clips(path, PREVIEW if samples is None else samples)
     manifest = read_media_manifest(path)
     if sheet is not None:
-        write_sheet(open_media(path), [clip["clip"] for clip in shown], sheet)
+        if not sheet.absolute().parent.is_dir():
+            raise UsageError(f"{sheet.parent} is not a folder", hint="make it, or name another file")
+        most = full_page(manifest.kind) if samples is None else samples
+        write_sheet(open_media(path), spread_over(manifest.clips, most), sheet)
     if as_json:
         print_json({**media_facts(path, manifest), "samples": shown, "sheet": None if sheet is None else str(sheet)})
         return
@@ -345,7 +354,9 @@ def _show_media(path: Path, samples: int, sheet: Path | None, as_json: bool) -> 
 
 @app.command("probe")
 def probe_command(
-    path: Annotated[Path, typer.Argument(metavar="FOLDER|DATASET", help="A folder of files, or a dataset of them.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="FOLDER|FILE|DATASET", help="A folder of files, one file, or a dataset.")
+    ],
     kind: Annotated[
         Literal["image", "video"] | None,
         typer.Option(help="Which files of a folder (default: videos if there are any)."),

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headway.cli.eval_images import evaluate_images
 from headway.cli.eval_view import comparison_text, evaluation_text
 from headway.cli.model_process import model_of, model_process
 from headway.cli.options import Json, Runs, complete_run
@@ -48,9 +49,15 @@ def eval(
             "compared by what was recorded.",
         ),
     ] = None,
+    frechet: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Compare a diffusion run's samples with its data, by a CLIP model."),
+    ] = None,
     data: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the data of named tasks.")] = None,
     samples: Annotated[int, typer.Option(min=1, max=128, help="Outputs per question.")] = 1,
-    limit: Annotated[int | None, typer.Option(min=1, help="Ask only the first N questions of each task.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first N questions of each task; of --frechet, samples.")
+    ] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question.")] = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Whether to use the model's chat template.")
@@ -60,6 +67,9 @@ def eval(
         float | None, typer.Option(min=0.0, help="Sampling temperature (default: 0 for one output per question).")
     ] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from the top share of mass.")] = None,
+    guidance: Annotated[
+        float | None, typer.Option(min=0.0, max=100.0, help="Of --frechet: classifier-free guidance (default: 2.0).")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same text.")] = 0,
     out: Annotated[
         Path | None,
@@ -76,6 +86,13 @@ def eval(
     changes = {"shots": shots, "chat": chat, "max_tokens": max_tokens, "temperature": temperature}
     if top_p == 0:
         raise UsageError("--top-p 0 leaves nothing to sample from", hint="use --temperature 0 for the likeliest tokens")
+    if frechet is not None:
+        if model is None or tasks is not None or compare is not None or out is not None:
+            raise UsageError("--frechet takes a run, and no --tasks, --compare or --out", hint="headway eval RUN")
+        evaluate_images(model, runs, frechet, limit=limit, guidance=guidance, seed=seed, as_json=json)
+        return
+    if guidance is not None:
+        raise UsageError("--guidance has no effect without --frechet", hint="leave it out")
     options = EvalOptions(samples=samples, limit=limit, top_p=top_p, seed=seed, device=device, dtype=dtype)
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     given = {key: value for key, value in changes.items() if value is not None}

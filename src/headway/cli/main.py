@@ -94,7 +94,10 @@ def _own_errors() -> Iterator[None]:
             raise
         message = error.format_message().replace("Value error, ", "").strip().rstrip(".")
         verb = error.ctx.command_path if error.ctx is not None else "headway"
-        raise UsageError(message[:1].lower() + message[1:], hint=f"{verb} --help lists what it takes") from None
+        hint = f"{verb} --help lists what it takes"
+        if "requires an argument" in message:
+            hint = f"give it a value: {getattr(error, 'option_name', None) or 'the option'} VALUE"
+        raise UsageError(message[:1].lower() + message[1:], hint=hint) from None
 
 
 class LazyGroup(TyperGroup):

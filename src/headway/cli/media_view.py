@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from headway.errors import DataError
 from headway.state.object_store import open_store
 
 MANIFEST_FACTS = ("version", "kind", "clips", "sources", "frames", "duration_s", "bytes")
+GOLDEN = 0.618033988749895
 FETCHES = 8
 """Objects that are read from a store at a time."""
 
@@ -138,7 +140,6 @@ def print_built(built: MediaResult, out: Path) -> None:
 def sample_clips(path: Path, samples: int) -> list[dict[str, Any]]:
     """Return facts of clips spread evenly over a dataset."""
     dataset = open_media(path)
-    numbers = sorted({index * dataset.clips // max(samples, 1) for index in range(samples)})
     return [
         {
             "clip": clip.number, "name": clip.name, "source": clip.source, "codec": clip.codec, "width": clip.width,
@@ -146,8 +147,16 @@ def sample_clips(path: Path, samples: int) -> list[dict[str, Any]]:
             "keyframes": len(clip.keyframes), "rotation": clip.rotation, "captions": list(clip.captions),
             "label": clip.label, "bytes": clip.bytes, "sha256": clip.sha256,
         }
-        for clip in map(dataset.clip, numbers)
+        for clip in map(dataset.clip, spread_over(dataset.clips, samples))
     ]  # fmt: skip
+
+
+def spread_over(clips: int, most: int) -> list[int]:
+    """Return the numbers of at most so many clips: one in each equal part, at different places of the parts, so that
+    clips which alternate in some order are all shown."""
+    most = min(most, clips)
+    ends = [index * clips // most for index in range(most + 1)] if most else [0]
+    return [low + int((high - low) * (index * GOLDEN % 1)) for index, (low, high) in enumerate(pairwise(ends))]
 
 
 def print_clip(clip: dict[str, Any]) -> None:

@@ -53,6 +53,9 @@ def sample(
     size: Annotated[
         str | None, typer.Option(metavar="WxH[xT]", help="Size of samples (default: that of the training data).")
     ] = None,
+    image: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Image that an image-to-video model continues.")
+    ] = None,
     ema: Annotated[bool, typer.Option(help="Use the EMA of a diffusion model's weights, if there is one.")] = True,
     fps: Annotated[int | None, typer.Option(min=1, max=240, help="Frames per second of an MP4 (default: 8).")] = None,
     out: Annotated[
@@ -76,14 +79,22 @@ def sample(
         "--guidance": guidance,
         "--sampler": sampler,
     }
-    media |= {"--size": size, "--fps": fps, "--out": out}
+    media |= {"--size": size, "--fps": fps, "--out": out, "--image": image}
     if any("\ud800" <= letter <= "\udfff" for text in prompts for letter in text):
         raise UsageError("a prompt is not valid UTF-8", hint="check the terminal's encoding")
     diffusion = diffusion_recipe(source)
     if diffusion is not None:
         if max_tokens is not None:
             raise UsageError("--max-tokens has no effect with a diffusion model", hint="leave it out")
-        settings = {"steps": steps, "guidance": guidance, "sampler": sampler, "fps": fps, "seed": seed, "ema": ema}
+        settings: dict[str, object] = {
+            "steps": steps,
+            "guidance": guidance,
+            "sampler": sampler,
+            "fps": fps,
+            "seed": seed,
+            "ema": ema,
+        }
+        settings |= {"image": None if image is None else str(image.absolute())}
         sample_media(
             name, source, diffusion, prompts=prompt or [], labels=label or [], count=count, size=size, out=out,
             settings=settings, as_json=json,

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from itertools import count as counted
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def sample_media(
     frames = recipe.data.media.shapes[0][2]
     shape = None if size is None else _shape(size, frames)
     video = (frames if shape is None else shape[2]) > 1
-    out = out or Path(f"{name.replace('@', '-')}{'.mp4' if video else '.png'}")
+    out = out or _free_name(name.replace("@", "-"), ".mp4" if video else ".png")
     check_suffix(out, video=video)
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out.parent} is not a folder", hint="make it, or name another --out")
@@ -82,6 +83,12 @@ def _conditions(
         raise UsageError("the model is conditioned on texts, not on classes", hint="use --prompt TEXT")
     texts = list(prompts) or [""]
     return [texts[number % len(texts)] for number in range(count or len(texts))]
+
+
+def _free_name(stem: str, suffix: str) -> Path:
+    """Return a file of this folder that does not exist: STEM, STEM-2, STEM-3 and so on."""
+    names = (Path(f"{stem}{f'-{number}' if number > 1 else ''}{suffix}") for number in counted(1))
+    return next(name for name in names if not name.exists())
 
 
 def _shape(size: str, frames: int) -> tuple[int, int, int]:

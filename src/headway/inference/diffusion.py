@@ -15,6 +15,7 @@ from headway.models.diffusion import Conditioning, TextStates
 from headway.models.diffusion.text_encoders import TextEncoder
 from headway.models.noise import SAMPLING, STEP, draw
 from headway.models.noising import noise_path
+from headway.models.pixels import first_frame
 from headway.recipe.diffusion import DiffusionObjective
 from headway.recipe.families.diffusion import DiffusionModel
 
@@ -57,11 +58,14 @@ class Generator:
         settings: SamplingSettings,
         first: int = 0,
         mark: Callable[[], None] = lambda: None,
+        images: Tensor | None = None,
     ) -> Tensor:
         """Return samples [N, C, T, Y, X] of classes or prompts, in a shape of frames, height and width.
 
-        `first` is the number of the first of them; `mark` is called after every prediction.
+        `first` is the number of the first of them; `mark` is called after every prediction. An image-to-video model
+        continues `images`, which are samples whose first frame counts.
         """
+        beside = self._beside(images)
         path = noise_path(self.objective, self.model.tokens(*shape))
         numbers = range(first, first + len(conditions))
         full = (self.model.in_channels, *shape)
@@ -80,10 +84,23 @@ class Generator:
 
             return predict
 
-        nothing = with_condition(self.conditioning([None] * len(conditions)))
-        predict = guided(with_condition(self.conditioning(conditions)), nothing, settings.guidance)
+        nothing, given = (
+            with_condition(self.conditioning(each)._replace(latents_BCTYX=beside))
+            for each in ([None] * len(conditions), conditions)
+        )
+        predict = guided(given, nothing, settings.guidance)
         sampler = settings.sampler or SAMPLERS[self.objective.kind][0]
         return sample_path(path, predict, x, settings.steps, sampler, noise=noise, clip=1.0)
+
+    def _beside(self, images: Tensor | None) -> Tensor | None:
+        """Return what the model takes beside a sample; raise ModelError if images are missing or too many."""
+        channels = self.model.beside_channels
+        if (images is None) == (channels > 0):
+            wants = "continues an image, and there is none" if channels else "takes no image"
+            raise ModelError(
+                f"this {self.model.family} {wants}", hint=f"--image FILE{'' if channels else ': leave it out'}"
+            )
+        return None if images is None else first_frame(images.to(self._device), channels)
 
     def conditioning(self, conditions: Sequence[int | str | None]) -> Conditioning:
         """Return the conditioning of classes or prompts; None is no condition."""

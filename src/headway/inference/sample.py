@@ -4,15 +4,15 @@ Reads one request, a JSON object, from stdin. Streams JSON lines to stdout: piec
 {"prompt_index", "text"}, or on an error a last {"error", "hint"} and the error's exit status.
 """
 
-import json
 import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from headway.errors import HeadwayError, RunError
+from headway.errors import RunError
 from headway.inference.load import ModelSource
 from headway.inference.params import SamplingParams
+from headway.inference.request_process import answer_request
 from headway.inference.text_engine import TextEngine
 from headway.state.parent_process import end_with_parent
 
@@ -63,18 +63,6 @@ def sample(request: SampleRequest) -> Iterator[dict[str, Any]]:
             shown += 1
 
 
-def main() -> int:
-    """Answer the request on stdin; return the exit status."""
-    try:
-        request = SampleRequest.model_validate_json(sys.stdin.buffer.read())
-        for piece in sample(request):
-            print(json.dumps(piece), flush=True)
-    except HeadwayError as error:
-        print(json.dumps({"error": error.message, "hint": error.hint}), flush=True)
-        return error.exit_status
-    return 0
-
-
 if __name__ == "__main__":
     end_with_parent(signal.SIGTERM, *map(int, sys.argv[1:]))
-    sys.exit(main())
+    sys.exit(answer_request(SampleRequest, sample))

@@ -22,6 +22,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from headway.kernels import repeatable_attention
 from headway.kernels.triton_compat import INSTALLED
 from headway.recipe.train import Operation
 
@@ -109,18 +110,28 @@ _WHY = {
 
 
 def attention(
-    device: str, dtype: torch.dtype, head: int, *, masked: bool, capped: bool, sinks: bool, exact: bool
+    device: str,
+    dtype: torch.dtype,
+    head: int,
+    *,
+    masked: bool,
+    capped: bool,
+    sinks: bool,
+    exact: bool,
+    full: bool = False,
 ) -> KernelChoice:
     """Choose by head size, mask (`masked`: documents or a window) and score features; `exact` requires reproducible
-    bits."""
+    bits. `full` attention is not causal."""
     if not masked and not capped and not sinks:
         if device != "cuda" or dtype not in HALVES:
             return KernelChoice("sdpa", "PyTorch's kernel for causal attention")
         if "attention" in _plain:
             return KernelChoice("sdpa", "the recipe says so")
+        if exact and full and _latest() and repeatable_attention.takes(head):
+            return KernelChoice("cudnn-flash", "cuDNN forward and flash backward, whose bits repeat")
         if exact:
             return KernelChoice("sdpa", "PyTorch picks among those whose bits it says repeat")
-        return KernelChoice("cudnn", "the fastest for causal attention since Hopper") if _latest() else _FLASH
+        return KernelChoice("cudnn", "the fastest since Hopper") if _latest() else _FLASH
     if device == "cuda" and "attention" not in _plain and head >= LEAST_HEAD:
         return KernelChoice("flex", "skips masked blocks and applies score modifications in the kernel")
     if capped or sinks:
@@ -169,6 +180,7 @@ def rows(device: str, dtype: torch.dtype, *, compiled: bool, exact: bool) -> lis
     """Return the whole table for a device type and precision."""
     cases = {
         "causal": {"masked": False, "capped": False, "sinks": False},
+        "full": {"masked": False, "capped": False, "sinks": False, "full": True},
         "documents or windows": {"masked": True, "capped": False, "sinks": False},
         "soft caps": {"masked": False, "capped": True, "sinks": False},
         "sinks": {"masked": False, "capped": False, "sinks": True},

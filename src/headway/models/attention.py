@@ -1,7 +1,8 @@
 """Attention: masks, and one function that computes it with the best kernel for the device and mask.
 
     device  documents or window  soft cap or sinks   kernel
-    GPU     no                   no                  cuDNN in half precision; else SDPA, which picks flash or its own
+    GPU     no                   no                  cuDNN in half precision; else SDPA, which picks flash or its own;
+                                                     full attention in deterministic mode: both cuDNN and flash
     CPU     no                   no                  SDPA, causal
     CPU     yes                  no                  SDPA with a mask
     GPU     yes, or              yes                 flex attention, which skips fully masked blocks
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headway.kernels import batch_invariant_attention, exact_attention
+from headway.kernels import batch_invariant_attention, exact_attention, repeatable_attention
 from headway.kernels import dispatch as table
 from headway.kernels.batch_invariant_attention import TilePlan
 from headway.kernels.exact_attention import DocumentPlan
@@ -62,13 +63,13 @@ class BlockContext:
         return tuple(table.view(torch.float32) for table in self.bits)
 
 
-def choose(x: Tensor, head: int, masked: bool, capped: bool, sinks: bool) -> str:
-    """Return the kernel for a tensor, head size and attention features."""
+def choose(x: Tensor, head: int, masked: bool, capped: bool, sinks: bool, *, full: bool = False) -> str:
+    """Return the kernel for a tensor, head size and attention features; `full` attention is not causal."""
     kind = x.device.type
     casts = kind == "cuda" and torch.is_autocast_enabled(kind)  # raises for the meta device
     dtype = torch.get_autocast_dtype(kind) if casts else x.dtype
     exact = torch.are_deterministic_algorithms_enabled()
-    return table.attention(kind, dtype, head, masked=masked, capped=capped, sinks=sinks, exact=exact).kernel
+    return table.attention(kind, dtype, head, masked=masked, capped=capped, sinks=sinks, exact=exact, full=full).kernel
 
 
 def see(
@@ -174,11 +175,16 @@ def attend_fully(q_BLNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, mask: Tensor | 
     A mask [B, 1, 1, S] is true where a token may be attended to.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BSNH, v_BSNH))
-    attention = nn.functional.scaled_dot_product_attention
-    if mask is None and choose(q, q.shape[-1], masked=False, capped=False, sinks=False) == "cudnn":
+    head, attention = q.shape[-1], nn.functional.scaled_dot_product_attention
+    kernel = "sdpa" if mask is not None else choose(q, head, masked=False, capped=False, sinks=False, full=True)
+    if kernel == "cudnn":
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):
             return attention(q, k, v).transpose(1, 2)
-    return attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    if kernel == "cudnn-flash" and repeatable_attention.works(head):
+        q, k, v = (x if x.dtype in table.HALVES else x.to(torch.bfloat16) for x in (q_BLNH, k_BSNH, v_BSNH))
+        return repeatable_attention.attention(q, k, v)
+    y: Tensor = attention(q, k, v, attn_mask=mask)
+    return y.transpose(1, 2)
 
 
 @cache

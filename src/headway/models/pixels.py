@@ -22,6 +22,17 @@ def to_samples(pixels_NTYXC: Tensor, channels: int) -> Tensor:
     return (scaled * weights).sum(dim=1, keepdim=True)
 
 
+def first_frame(samples_NCTYX: Tensor, channels: int) -> Tensor:
+    """Return what an image-to-video model takes beside a sample: its first frame, and zeros in place of the others.
+
+    Before the frame's channels, the rest of `channels` is a mask: 1 where a frame is given.
+    """
+    out = samples_NCTYX.new_zeros(len(samples_NCTYX), channels, *samples_NCTYX.shape[2:])
+    masks = channels - samples_NCTYX.shape[1]
+    out[:, :masks, 0], out[:, masks:, 0] = 1, samples_NCTYX[:, :, 0]
+    return out
+
+
 def to_pixels(samples_NCTYX: Tensor) -> Tensor:
     """Return RGB pixels (uint8) [N, T, Y, X, 3] of samples of one or three channels."""
     levels = ((samples_NCTYX.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

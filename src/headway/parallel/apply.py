@@ -37,6 +37,7 @@ from headway.parallel.layout import (
     stages_of,
 )
 from headway.parallel.objective import (
+    IMAGE,
     LABEL,
     TEACHER_IDS,
     TEXT,
@@ -415,7 +416,8 @@ def _denoised(
 ) -> Tensor:
     """A diffusion model on noised samples; without targets, what it predicts."""
     text = TextStates(columns[TEXT], columns[TEXT_MASK]) if TEXT in columns else None
-    predicted: Tensor = plain(x, columns[TIME], Conditioning(labels_B=columns.get(LABEL), text=text))
+    conditioning = Conditioning(labels_B=columns.get(LABEL), text=text, latents_BCTYX=columns.get(IMAGE))
+    predicted: Tensor = plain(x, columns[TIME], conditioning)
     if targets is None:
         return predicted
     assert head is not None, "diffusion has an objective"

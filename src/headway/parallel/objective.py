@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from headway.models.transfer import on_device
+
 
 @dataclass(frozen=True)
 class DeviceBatch:
@@ -66,9 +68,10 @@ class PolicyObjective(Objective):
     wants_entropy: bool
 
 
-TIME, LABEL, TEXT, TEXT_MASK = "time", "label", "text", "text_mask"
-"""Columns of noised samples: when on the path from data (0) to noise (1) they are [rows], their class [rows], and the
-states of their caption [rows, tokens, width] with a mask of those that are not padding."""
+TIME, LABEL, TEXT, TEXT_MASK, IMAGE = "time", "label", "text", "text_mask", "image"
+"""Columns of noised samples: when on the path from data (0) to noise (1) they are [rows], their class [rows], the
+states of their caption [rows, tokens, width] with a mask of those that are not padding, and the frame that they begin
+with [rows, channels, frames, height, width]."""
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
 """Columns of a teacher: its likeliest tokens [rows, seq, K], and log-probabilities, the last of all other tokens."""
 
@@ -113,7 +116,8 @@ class SumScale(NamedTuple):
         """Return sums times their factors: a scalar for the plain summed loss."""
         if sums.dim() == 0:
             return sums * self.sums[0]
-        return sums * torch.tensor(self.sums, dtype=sums.dtype, device=sums.device)
+        factors = torch.tensor(self.sums, dtype=sums.dtype)
+        return sums * on_device(factors, sums.device)
 
 
 def loss_of(values: Tensor, terms: int) -> Tensor:

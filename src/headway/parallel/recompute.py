@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from headway.kernels import repeatable_attention  # noqa: F401  (defines its operation)
+
 aten = torch.ops.aten
 KEPT = {
     aten.mm.default,
@@ -18,6 +20,7 @@ KEPT = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._grouped_mm.default,
+    torch.ops.headway.repeatable_attention.default,
 }
 """Expensive operations, whose results `selective` stores; all others are recomputed."""
 

@@ -49,8 +49,8 @@ class Media(Section):
     """What an epoch takes samples from: each clip, or each group of pictures that is long enough for a sample."""
     samples: Positive = 1
     """Samples per segment and epoch, at random places."""
-    placement: Literal["spread", "adjacent"] = "spread"
-    """Where the samples of a segment lie in it: one in each equal part, or one after another, which decodes less."""
+    placement: Literal["adjacent", "spread"] = "adjacent"
+    """Where the samples of a segment lie in it: one after another, which decodes least, or one in each equal part."""
     decoders: NotNegative | None = None
     """Processes per worker that decode ahead of the steps; 0: the worker decodes itself. By default 2 of video, 0 of
     images."""

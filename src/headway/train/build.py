@@ -131,6 +131,7 @@ def build(
     data = world.data
     seed_everything(recipe.seed, data.rank)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over every output that a kernel then writes
     make_plain(recipe.train.plain)
 
     corpus = open_corpus(recipe) if recipe.data.media is None else open_media_corpus(recipe)

@@ -19,13 +19,13 @@ from headway.data.media.corpus import MediaCorpus
 from headway.data.media.pool import PooledReader
 from headway.data.media.reader import MediaBatch
 from headway.data.order import Ids, after_skips
-from headway.errors import DataError
 from headway.models.diffusion import TextStates
 from headway.models.noise import HELD_OUT, TRAINING, Draw, draw
 from headway.models.noising import NoisePath, noise_path
-from headway.models.pixels import to_samples
+from headway.models.pixels import first_frame, to_samples
+from headway.models.transfer import on_device
 from headway.parallel import ParallelModel, World
-from headway.parallel.objective import LABEL, TEXT, TEXT_MASK, DeviceBatch
+from headway.parallel.objective import IMAGE, LABEL, TEXT, TEXT_MASK, DeviceBatch
 from headway.recipe import Recipe
 from headway.recipe.diffusion import DiffusionObjective
 from headway.recipe.families.diffusion import DiffusionModel
@@ -156,6 +156,8 @@ class DiffusionFeed:
         targets = mixed(path.target(times_N), data, noise)
         dropped_N = drawn.drop_N < self._drop
         conditions = self._conditions(media, dropped_N)
+        if self._model.beside_channels:
+            conditions[IMAGE] = first_frame(data, self._model.beside_channels)
         on_device = {name: self._on_device(torch.from_numpy(column)) for name, column in columns.items()}
         read = Batch(media.numbers, media.numbers, len(media.numbers), None, columns)
         counts = self._objective.counts(read)
@@ -173,11 +175,7 @@ class DiffusionFeed:
     def _conditions(self, media: MediaBatch, dropped_N: np.ndarray) -> dict[str, Tensor]:
         """Return the columns of classes or captions, with those of nothing where they are dropped."""
         if self._model.conditioning == "class":
-            if media.labels is None:
-                raise DataError(
-                    "a sample has no label, and the model is conditioned on classes",
-                    hint='label all clips, or set model.conditioning = "text"',
-                )
+            assert media.labels is not None, "checked when the data was opened"
             assert self._model.num_classes is not None
             labels_N = np.where(dropped_N, self._model.num_classes, media.labels)
             return {LABEL: self._on_device(torch.from_numpy(labels_N))}
@@ -187,8 +185,7 @@ class DiffusionFeed:
         return {TEXT: states, TEXT_MASK: mask}
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        device = self._world.device
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+        return on_device(tensor, self._world.device)
 
 
 def pooled_reader(
@@ -208,6 +205,7 @@ def pooled_reader(
 def mixed(factors: tuple[np.ndarray, np.ndarray], data: Tensor, noise: Tensor) -> Tensor:
     """Return data and noise added up with a factor each per sample."""
     of_data, of_noise = (
-        torch.from_numpy(factor_N).float().to(data.device).view(-1, *(1,) * (data.dim() - 1)) for factor_N in factors
+        on_device(torch.from_numpy(factor_N).float(), data.device).view(-1, *(1,) * (data.dim() - 1))
+        for factor_N in factors
     )
     return of_data * data + of_noise * noise

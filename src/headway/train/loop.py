@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headway.data.order import after_skips
 from headway.models.experts import update_balance
+from headway.models.transfer import on_device
 from headway.parallel import finish_gradients, total_norm
 from headway.parallel.objective import SumScale, loss_of
 from headway.recipe.assignment import SuspectElement
@@ -105,7 +106,7 @@ def train(
         # record returned steps; requests to stop and to save are reduced with the loss, so that all workers agree
         beat.enter("record")
         requests = [parts.stop.asked, saves.take_save_request(), saves.full()]
-        asked = torch.tensor(requests, dtype=torch.float64, device=world.device)
+        asked = on_device(torch.tensor(requests, dtype=torch.float64), world.device)
         totals = world.sum(torch.cat([*reported(parts, values), asked]))
         note = {
             "step": step,

@@ -11,6 +11,7 @@ Tensors are written like checkpoints: each worker writes its part. The updates a
 turns the rounding noise of a near-zero gradient into a full step.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from headway.parallel import finish_gradients
 from headway.parallel.layout import blocks_of, layout_of
 from headway.parallel.pipeline import PassThrough
-from headway.recipe import ModelLayout, ParityTrial
+from headway.recipe import ModelLayout, ParityTrial, Recipe
+from headway.recipe.families.diffusion import DiffusionModel
 from headway.state import (
     CheckpointFacts,
     PartialCheckpoint,
@@ -35,12 +37,13 @@ from headway.state import (
     shard_name,
     write_shard,
 )
-from headway.state.tensors import named_state, pieces
+from headway.state.tensors import fill, named_state, pieces
 from headway.track import chain
 from headway.train.build import Parts
 from headway.train.fail_together import fail_together
 from headway.train.loop import global_counts, reported
 
+ZEROS_STD = 0.02
 ModulePosition = tuple[int, int]
 """Position of a module in the plain model: before (0), among (1) or after (2) its blocks, and its index there."""
 
@@ -48,6 +51,8 @@ ModulePosition = tuple[int, int]
 def trial(parts: Parts, spec: ParityTrial) -> bool:
     """Run a trial and write its numbers; return False if stopped early."""
     folder, model, world = Path(spec.folder), parts.spread.model, parts.world
+    if isinstance(parts.recipe.model, DiffusionModel):
+        draw_zeros(model, parts.recipe)
     losses = list[float]()
     cursor = 0
     marks = ActivationSums(model, layout_of(model, parts.recipe.model.layout))
@@ -75,6 +80,17 @@ def trial(parts: Parts, spec: ParityTrial) -> bool:
         order = [name for name, _ in model.named_parameters()]
         (folder / "trial.json").write_text(json.dumps({"losses": losses, "order": order}))
     return True
+
+
+@torch.no_grad()
+def draw_zeros(model: nn.Module, recipe: Recipe) -> None:
+    """Draw the weights that start at zero: as gates and head of a diffusion transformer do, so that no gradient would
+    reach the matrices before them in a few steps."""
+    for name, parameter in model.named_parameters():
+        if recipe.model.initial(name) == (0.0, 0.0) and parameter.ndim > 1:
+            key = hashlib.sha256(f"trial/{recipe.seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+            fill(name, parameter, torch.empty(parameter.shape).normal_(0.0, ZEROS_STD, generator=generator))
 
 
 def descend(parts: Parts, cursor: int) -> float:

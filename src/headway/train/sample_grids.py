@@ -6,14 +6,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headway.data.media.corpus import MediaCorpus
 from headway.data.media.pictures import PICTURE, VIDEO, write_samples
 from headway.inference.diffusion import Generator, SamplingSettings
 from headway.models.diffusion import Conditioning
-from headway.models.pixels import to_pixels
-from headway.parallel.objective import LABEL, TEXT, TEXT_MASK, TIME
+from headway.models.pixels import to_pixels, to_samples
+from headway.parallel.objective import IMAGE, LABEL, TEXT, TEXT_MASK, TIME
 from headway.recipe import Recipe
 from headway.recipe.diffusion import DiffusionObjective
 from headway.recipe.families.diffusion import DiffusionModel
+from headway.recipe.media import Media
 from headway.train.build import Parts
 
 MOST_COLUMNS = 20
@@ -44,7 +46,9 @@ def write_grid(parts: Parts, step: int) -> None:
     sampling = SamplingSettings(settings.steps, settings.guidance, settings.seed, settings.sampler)
     with parts.recorder.span("evaluation"), torch.no_grad():
         parts.spread.model.eval()
-        samples = generator.generate(grid_conditions(recipe), (frames, height, width), sampling, mark=parts.beat.mark)
+        conditions = grid_conditions(recipe)
+        images = grid_images(parts, len(conditions)) if recipe.model.beside_channels else None
+        samples = generator.generate(conditions, (frames, height, width), sampling, mark=parts.beat.mark, images=images)
         parts.spread.rest()
         parts.spread.model.train()
         if parts.world.first:
@@ -67,6 +71,31 @@ def grid_conditions(recipe: Recipe) -> list[int] | list[str]:
     return list(islice(cycle(settings.prompts or ("",)), settings.count))
 
 
+def grid_images(parts: Parts, count: int) -> Tensor:
+    """Return samples whose first frames an image-to-video model continues.
+
+    They are held-out ones of the first bucket in turn, or the first that were trained on.
+    """
+    assert isinstance(parts.corpus, MediaCorpus)
+    assert isinstance(parts.recipe.model, DiffusionModel)
+    order, media_section = parts.corpus.order, parts.recipe.data.media
+    assert media_section is not None
+    bucket, cursor = first_bucket(media_section), 0
+    specs = [spec for batch in order.held_out(count, count) for spec in batch if (spec.size, spec.frames) == bucket]
+    while not specs:  # nothing of it is held out
+        trained = order.specs(order.numbers(cursor))
+        specs, cursor = [spec for spec in trained if (spec.size, spec.frames) == bucket], cursor + order.batch
+    media = parts.corpus.reader.read_specs(specs[:count])
+    samples = to_samples(torch.from_numpy(media.pixels), parts.recipe.model.in_channels)
+    return samples[torch.arange(count) % len(samples)]
+
+
+def first_bucket(media: Media) -> tuple[tuple[int, int], int]:
+    """Return the size and frames of the first bucket."""
+    width, height, frames = media.shapes[0]
+    return (width, height), frames
+
+
 def grid_columns(recipe: Recipe) -> int | None:
     """Return the columns of a grid: one per class if they are few, else as many as rows."""
     settings, model = recipe.eval.samples, recipe.model
@@ -83,6 +112,8 @@ def columns_of(times_N: Tensor, conditioning: Conditioning) -> dict[str, Tensor]
         columns[LABEL] = conditioning.labels_B
     if conditioning.text is not None:
         columns |= {TEXT: conditioning.text.states_BSE, TEXT_MASK: conditioning.text.mask_BS}
+    if conditioning.latents_BCTYX is not None:
+        columns[IMAGE] = conditioning.latents_BCTYX
     return columns
 
 

@@ -1,6 +1,7 @@
 """`headway data` with images and video."""
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from headway.cli.data import app
-from headway.cli.media_view import local_sources
-from headway.data.media import open_media
+from headway.cli.media_view import local_sources, spread_over
+from headway.data.media import MediaOptions, build_media, open_media
+from headway.data.media.corpus import open_media_corpus
+from headway.data.media.decode import Undecodable, open_image
 from headway.data.media.probe import histogram
 from headway.errors import DataError, UsageError
+from headway.recipe.load import parse_recipe
 
 runner = CliRunner()
 
@@ -105,6 +109,14 @@ def test_sources_in_object_stores_are_copied_once(files: Path, tmp_path: Path) -
         local_sources([f"{url}/*.avi"], "video", tmp_path / "data").__enter__()
 
 
+def test_shown_clips_are_spread_and_not_all_alike() -> None:
+    for clips, most in ((0, 3), (2, 8), (96, 3), (96, 96), (60, 40), (1797, 40)):
+        shown = spread_over(clips, most)
+        assert len(set(shown)) == len(shown) == min(clips, most)
+        assert all(0 <= number < clips for number in shown)
+    assert {number % 4 for number in spread_over(96, 8)} == {0, 1, 2, 3}
+
+
 def test_histogram_counts_every_value_once() -> None:
     assert histogram([1.0, 2.0, 2.0]) == [(1.0, 1.0, 1), (2.0, 2.0, 2)]
     values = [number**1.5 for number in range(40)]
@@ -112,3 +124,73 @@ def test_histogram_counts_every_value_once() -> None:
     assert sum(count for _, _, count in rows) == 40
     assert len(rows) <= 8
     assert all(low <= min(values) or before == low for (_, before, _), (low, _, _) in pairwise(rows))
+
+
+def test_one_file_is_probed_and_damaged_ones_are_named(files: Path, tmp_path: Path) -> None:
+    facts = json.loads(run("probe", files / "1.mp4", "--json")[0])
+    assert (facts["kind"], facts["files"], facts["width"], facts["fps"]) == ("video", 1, [80], [25.0])
+    (tmp_path / "bad.png").write_bytes(bytes(100))
+    with pytest.raises(DataError, match=r"^cannot read .*bad.png: (?!.*_io)"):
+        run("probe", tmp_path / "bad.png")
+    with pytest.raises(DataError, match="is no video file"):
+        run("probe", tmp_path / "captions.jsonl", "--kind", "video")
+    with pytest.raises(DataError, match="does not exist"):
+        run("probe", tmp_path / "nothing.png")
+    with pytest.raises(Undecodable, match=r"^it is damaged, or of an unknown format$"):
+        open_image(bytes(100))
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> Callable[..., Path]:
+    """Make a dataset of images with such labels and captions."""
+
+    def build(labels: list[int | None], captions: bool = False) -> Path:
+        folder = tmp_path / "images"
+        folder.mkdir()
+        rows = []
+        for number, label in enumerate(labels):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number:03d}.png")
+            row = {"file": f"{number:03d}.png"} | ({} if label is None else {"label": label})
+            rows.append(row | ({"caption": f"image {number}"} if captions else {}))
+        (tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = MediaOptions(kind="image", captions=(str(tmp_path / "labels.jsonl"),))
+        build_media(tmp_path / "built", [str(folder)], options)
+        return tmp_path / "built"
+
+    return build
+
+
+def test_a_sheet_is_a_full_page(labelled: Callable[..., Path], tmp_path: Path) -> None:
+    sheet = tmp_path / "sheet.png"
+    built = labelled([0] * 60, captions=True)
+    assert run("show", built, "--sheet", sheet)[0].count("\nimage ") <= 3
+    with Image.open(sheet) as picture:
+        assert picture.height == 8 * (160 + 16 + 8) + 8
+    with pytest.raises(UsageError, match="is not a folder"):
+        run("show", built, "--sheet", tmp_path / "no" / "sheet.png")
+
+
+@pytest.mark.parametrize(
+    ("labels", "model", "why"),
+    [
+        ([0, None, 1, None], {"num_classes": 2}, "2 images of 4 have no label, the first is 001.png"),
+        ([0, 5, 1, 0], {"num_classes": 2}, "001.png has label 5; the model has classes 0 to 1"),
+        ([0, 1], {"conditioning": "text"}, "no image has a caption"),
+        ([0, 1], {"num_classes": 2}, None),
+    ],
+)
+def test_conditions_that_images_lack_are_named_before_a_launch(
+    labelled: Callable[..., Path], labels: list[int | None], model: dict[str, Any], why: str | None
+) -> None:
+    values = {
+        "model": {"family": "dit", "in_channels": 3, "patch": 4, "layers": 1, "dim": 16, "heads": 2, **model},
+        "data": {"kind": "image", "path": str(labelled(labels)), "holdout": 0.0, "media": {"sizes": "8x8"}},
+        "objective": {"kind": "flow"},
+        "train": {"batch": 2},
+    }
+    recipe = parse_recipe(values, {}, "test")
+    if why is None:
+        assert open_media_corpus(recipe).version
+        return
+    with pytest.raises(DataError, match=why):
+        open_media_corpus(recipe)

@@ -16,7 +16,8 @@ from PIL import Image
 from headway.data.media.dataset import Clip
 from headway.data.media.decode import Undecodable, decode_samples, open_image
 from headway.data.media.examine import examine
-from headway.data.media.order import SampleSpec, cover
+from headway.data.media.order import cover
+from headway.data.media.specs import SampleSpec
 
 VIDEOS: dict[str, dict[str, Any]] = {
     "plain": {},

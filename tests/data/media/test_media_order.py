@@ -135,7 +135,7 @@ def test_samples_of_a_segment_stay_in_one_row_and_window() -> None:
 
 
 def test_samples_spread_over_their_segment() -> None:
-    order = order_of(index_of([(16, 16, 103)] * 10), batch=1, samples=10)
+    order = order_of(index_of([(16, 16, 103)] * 10), batch=1, samples=10, placement="spread")
     starts: dict[int, list[int]] = {}
     for number in range(100):
         spec = order.spec(number)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.data.media.dataset import Ints, MediaIndex
+from headway.data.media.specs import span
 from headway.recipe.media import Media
 
 SHAPE_STEP = 0.05
@@ -27,11 +28,6 @@ class BucketShape(NamedTuple):
     def pixels(self) -> int:
         """Pixels of a sample, which its tokens are proportional to."""
         return self.width * self.height * self.frames
-
-
-def span(frames: int, stride: int) -> int:
-    """Return over how many frames of a clip a sample extends."""
-    return (frames - 1) * stride + 1
 
 
 def assign_buckets(index: MediaIndex, shapes: Sequence[BucketShape], stride: int) -> Ints:

@@ -7,12 +7,15 @@ from pathlib import Path, PurePath
 
 import numpy as np
 
-from headway.data.media.order import MediaOrder, SampleSpec
+from headway.data.media.dataset import MediaDataset
+from headway.data.media.order import MediaOrder
 from headway.data.media.reader import MediaReader, open_reader
+from headway.data.media.specs import SampleSpec
 from headway.data.order import Ids
 from headway.data.steps import first_sample
 from headway.errors import DataError, plural
 from headway.recipe import Data, Recipe, Train
+from headway.recipe.families.diffusion import DiffusionModel
 
 
 @dataclass(frozen=True)
@@ -97,4 +100,36 @@ def open_media_corpus(recipe: Recipe) -> MediaCorpus:
         for edge in (edge for interval in recipe.data.skip for edge in interval):
             if edge % batch:
                 raise DataError(f"data.skip has {edge}, which is not a multiple of train.batch ({batch})")
+    _check_conditions(reader.dataset, recipe)
     return MediaCorpus(reader, recipe)
+
+
+def _check_conditions(dataset: MediaDataset, recipe: Recipe) -> None:
+    """Raise DataError if clips lack the class or the caption that the model is conditioned on."""
+    model, what = recipe.model, "image" if dataset.kind == "image" else "clip"
+    if not isinstance(model, DiffusionModel):
+        return
+    if model.conditioning == "text":
+        assert recipe.data.media is not None
+        if recipe.data.media.captions != "none" and not dataset.index.captions.any():
+            raise DataError(
+                f"no {what} has a caption, and the model is conditioned on texts",
+                hint='build the dataset with --captions, or set data.media.captions = "none"',
+            )
+        return
+    labels = dataset.labels()
+    without = np.flatnonzero(labels < 0)
+    if len(without):
+        first = dataset.clip(int(without[0])).name
+        raise DataError(
+            f"{plural(len(without), what)} of {len(labels):,} have no label, the first is {first}, and the model is "
+            "conditioned on classes",
+            hint='give every file a label with --captions, or set model.conditioning = "text"',
+        )
+    assert model.num_classes is not None
+    if labels.max() >= model.num_classes:
+        place = int(labels.argmax())
+        raise DataError(
+            f"{dataset.clip(place).name} has label {labels[place]}; the model has classes 0 to {model.num_classes - 1}",
+            hint=f"--set model.num_classes={labels.max() + 1}",
+        )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from headway.data.media.dataset import Clip
 from headway.data.media.manifest import Kind
-from headway.data.media.order import SampleSpec
+from headway.data.media.specs import SampleSpec
 from headway.errors import DamagedData, DataError
 
 if TYPE_CHECKING:
@@ -247,4 +247,6 @@ def reason_of(error: BaseException) -> str:
     """Return what a decoder says, in lower case and without what it says of the file's name."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     text = text.splitlines()[0].split(": <none>")[0]
+    if "<_io." in text:  # Pillow's, of a file in memory
+        return "it is damaged, or of an unknown format"
     return text[:1].lower() + text[1:]

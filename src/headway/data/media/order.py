@@ -17,12 +17,12 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 
-from headway.data.media.buckets import BucketShape, Segments, assign_buckets, segments_of, span
+from headway.data.media.buckets import BucketShape, Segments, assign_buckets, segments_of
 from headway.data.media.dataset import Ints, MediaIndex
+from headway.data.media.specs import SampleSpec, span
 from headway.data.mixture import Rotation, rotation
 from headway.data.order import Split, held_out, order_at, shuffled, split_windows
 from headway.errors import DataError, plural
@@ -31,34 +31,6 @@ from headway.recipe.media import Media
 
 TURNS = 1024
 """Windows in which buckets take turns before their order repeats."""
-
-
-class SampleSpec(NamedTuple):
-    """A part of a clip, and what is made of it."""
-
-    number: int
-    clip: int
-    start: int
-    """Its first frame."""
-    frames: int
-    stride: int
-    resize: tuple[int, int]
-    """Width and height that the clip's frames, as shown, are scaled to."""
-    crop: tuple[int, int]
-    """Left and top edge of the sample in the scaled frames."""
-    size: tuple[int, int]
-    """Width and height of the sample."""
-    flip: bool
-    caption: int | None
-    """Which of the clip's captions; None: the sample has none."""
-    bucket: int
-    segment: int = 0
-    """First frame of the segment that it is taken from."""
-
-    @property
-    def end(self) -> int:
-        """The frame after its last."""
-        return self.start + span(self.frames, self.stride)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from typing import Any
 
 from headway.data.media.dataset import MediaDataset
 from headway.data.media.decode import Pixels
-from headway.data.media.order import MediaOrder, SampleSpec
+from headway.data.media.order import MediaOrder
 from headway.data.media.processes import DecoderLimits, DecoderProcesses, RequestFailed
 from headway.data.media.reader import MediaBatch, make_batch
+from headway.data.media.specs import SampleSpec
 from headway.errors import DataError
 
 Pending = dict[int, tuple["Future[Any]", int]]

@@ -34,22 +34,25 @@ class MediaFacts:
 
 
 def probe_media(path: Path, kind: Kind | None = None, on_file: Callable[[int, int], None] | None = None) -> MediaFacts:
-    """Return the facts of a dataset, or of the files in a folder: videos if there are any, else images."""
+    """Return the facts of a dataset, of a file, or of the files in a folder: videos if there are any, else images."""
     if is_media(path):
         dataset = open_media(path, verify="sizes")
         columns = {name: dataset.column(name).tolist() for name in ("width", "height", "duration_s", "fps")}
         return MediaFacts(str(path), dataset.kind, bytes=dataset.manifest.bytes, unreadable={}, **columns)
-    if not path.is_dir():
-        raise DataError(f"{path} is no folder", hint="name a folder of files, or a dataset")
+    if not path.exists():
+        raise DataError(f"{path} does not exist", hint="name a folder of files, a file, or a dataset")
     files = {each: _files(path, each) for each in ("video", "image")}
     kind = kind or ("video" if files["video"] else "image")
     if not files[kind]:
-        raise DataError(f"{path} holds no {kind} file", hint=f"known: {', '.join(SUFFIXES[kind])}")
+        what = f"is no {kind} file" if path.is_file() else f"holds no {kind} file"
+        raise DataError(f"{path} {what}", hint=f"known: {', '.join(SUFFIXES[kind])}")
     facts = MediaFacts(str(path), kind, [], [], [], [], sum(file.stat().st_size for file in files[kind]), {})
     for number, file in enumerate(files[kind]):
         try:
             _add(facts, file)
         except (Undecodable, OSError) as error:
+            if path == file:
+                raise DataError(f"cannot read {path}: {reason_of(error)}") from None
             facts.unreadable[str(file.relative_to(path))] = str(error)
         if on_file is not None:
             on_file(number + 1, len(files[kind]))
@@ -57,6 +60,8 @@ def probe_media(path: Path, kind: Kind | None = None, on_file: Callable[[int, in
 
 
 def _files(folder: Path, kind: Kind) -> list[Path]:
+    if folder.is_file():
+        return [folder] if folder.suffix.lower() in SUFFIXES[kind] else []
     root = folder.resolve()
     files = (Path(at, name) for at, _, names in os.walk(root) for name in names)  # follows no link to a folder
     chosen = (file for file in files if file.suffix.lower() in SUFFIXES[kind] and not file.is_symlink())

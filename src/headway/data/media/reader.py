@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from headway.data.media.dataset import Clip, Ints, MediaDataset, open_media
 from headway.data.media.decode import Pixels, decode_samples
-from headway.data.media.order import MediaOrder, SampleSpec, media_order, same_bucket
+from headway.data.media.order import MediaOrder, media_order, same_bucket
+from headway.data.media.specs import SampleSpec
 from headway.data.shards import check_data_version
 from headway.errors import DataError
 from headway.recipe import Data

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from headway.data.media.dataset import MediaDataset
 from headway.data.media.decode import decode_samples, need
-from headway.data.media.order import SampleSpec
+from headway.data.media.manifest import Kind
+from headway.data.media.specs import SampleSpec
 
 TILE = 160
 """Pixels along the longer edge of a frame on the sheet."""
@@ -13,7 +14,14 @@ FRAMES = 5
 """Frames of a video in a row."""
 ACROSS = 5
 """Images in a row."""
+ROWS = 8
+"""Rows of a full page."""
 GAP, LINE = 8, 16
+
+
+def full_page(kind: Kind) -> int:
+    """Return how many clips a page shows."""
+    return ROWS * (1 if kind == "video" else ACROSS)
 
 
 def write_sheet(dataset: MediaDataset, clips: Sequence[int], out: Path) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 
 from headway.data.media.dataset import MediaDataset, open_media
 from headway.data.media.decode import Undecodable, decode_samples
-from headway.data.media.examiner import examine_file
-from headway.data.media.order import SampleSpec
 from headway.data.media.sources import MediaSource
+from headway.data.media.specs import SampleSpec
 from headway.errors import DataError
 
 LOOK_S = 2.0
@@ -54,6 +53,8 @@ def main() -> None:
 
 def examined(request: dict[str, Any]) -> dict[str, Any]:
     """Examine a file."""
+    from headway.data.media.examiner import examine_file  # processes that only decode start faster without it
+
     source = request["examine"]
     file = MediaSource(source["name"], Path(source["root"]), source["bytes"], source["mtime_ns"])
     return examine_file(request["kind"], file).to_json()

@@ -20,6 +20,7 @@ from headway.models.diffusion import clip, t5
 from headway.models.diffusion.clip import ClipTextEncoder
 from headway.models.diffusion.conditioning import TextStates
 from headway.models.diffusion.t5 import T5Encoder
+from headway.models.transfer import on_device
 from headway.recipe.families.diffusion import BYTES, DiffusionModel
 from headway.recipe.huggingface import read_config
 from headway.state.huggingface import weight_files
@@ -96,8 +97,8 @@ class FolderTextEncoder(TextEncoder):
 def padded(ids: Sequence[Sequence[int]], tokens: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return ids [B, S] with padding at their ends, and a mask of what is no padding."""
     rows = [[*row, *[padding] * (tokens - len(row))] for row in ids]
-    lengths_B1 = torch.tensor([[len(row)] for row in ids], device=device)
-    return torch.tensor(rows, device=device), torch.arange(tokens, device=device) < lengths_B1
+    mask_BS = torch.arange(tokens) < torch.tensor([[len(row)] for row in ids])
+    return on_device(torch.tensor(rows), device), on_device(mask_BS, device)
 
 
 def read_text_encoder(folder: Path) -> tuple[nn.Module, int, int | None]:

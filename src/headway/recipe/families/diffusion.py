@@ -102,6 +102,11 @@ class DiffusionModel(Model):
         return self.in_channels
 
     @property
+    def beside_channels(self) -> int:
+        """Channels that an image-to-video model takes beside the sample's: an image and its mask."""
+        return self.input_channels - self.in_channels
+
+    @property
     def output_channels(self) -> int:
         """Channels that the head computes for a patch; the first `in_channels` are the prediction."""
         return self.in_channels
