@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packed_plots import unpack
 from PIL import Image
 from starlette.testclient import TestClient
 from written_runs import STARTUP_NS, STEP_NS, WALL, falling, lines, opening, step, write_broken_run, write_run
 
+from headway.dashboard import recorded
 from headway.data import BuildOptions, build_dataset
 from headway.data.media.build import MediaOptions, build_media
+from headway.track.store import compact
 
 OF_A_RUN = ["run", "ledger", "recipe", "logs", "stacks", "samples", "rollouts", "compare"]
 
@@ -20,6 +23,13 @@ def ask(client: TestClient, path: str, status: int = 200, **params: Any) -> Any:
     answer = client.get(f"/api/{path}", params=params)
     assert answer.status_code == status, answer.text
     return answer.json()
+
+
+def plots(client: TestClient, **params: Any) -> dict[str, Any]:
+    answer = client.get("/api/series", params=params)
+    assert answer.status_code == 200, answer.text
+    document: dict[str, Any] = unpack(answer.content)["plots"]
+    return document
 
 
 def test_list_has_every_run_with_its_numbers(client: TestClient, runs: Path) -> None:
@@ -103,7 +113,7 @@ def test_incidents_have_the_step_before_them(client: TestClient, runs: Path) -> 
     assert [incident["step"] for incident in incidents] == [5, 3]
     assert "killed by signal 9" in incidents[0]["text"]
     assert "resumed after step 3, 2 steps to redo" in incidents[1]["text"]
-    plot = ask(client, "series", run="restarted", key="loss")["plots"]["loss"]
+    plot = plots(client, run="restarted", key="loss")["loss"]
     assert plot["steps"] == list(range(1, 8))
     assert plot["lines"]["restarted"][3:] == [1.0] * 4
 
@@ -150,7 +160,7 @@ def test_unknown_runs_are_a_sentence(client: TestClient, runs: Path) -> None:
     for path in ("run", "ledger", "recipe", "logs", "stacks", "samples", "rollouts", "compare"):
         answer = ask(client, path, 404, run="none")
         assert "no run 'none'" in answer["error"]
-    assert ask(client, "series", run="none", key="loss")["plots"]["loss"]["lines"] == {}
+    assert plots(client, run="none", key="loss")["loss"]["lines"] == {}
     assert ask(client, "run", 404, run="last")["error"]
 
 
@@ -161,7 +171,7 @@ def test_run_that_is_deleted_while_pages_are_open(client: TestClient, runs: Path
     shutil.rmtree(folder)
     for path in ("run", "ledger", "logs", "samples"):
         assert ask(client, path, 404, run="going")["hint"] == "it may have been renamed or deleted"
-    assert ask(client, "series", run="going", key="loss")["plots"]["loss"]["lines"] == {}
+    assert plots(client, run="going", key="loss")["loss"]["lines"] == {}
     assert ask(client, "runs")["runs"] == []
 
 
@@ -174,16 +184,34 @@ def test_broken_run_shows_what_it_can(client: TestClient, runs: Path) -> None:
         assert answer.status_code in (200, 404, 500), path
         if answer.status_code != 200:
             assert answer.json()["error"]
-    plot = ask(client, "series", run="broken", key="loss")["plots"]["loss"]
+    plot = plots(client, run="broken", key="loss")["loss"]
     assert plot["lines"]["broken"][:5] == [pytest.approx(value, rel=1e-5) for value in falling(5)]
     assert any("unreadable" in text for text in ask(client, "ledger", run="broken")["warnings"])
     assert ask(client, "models")["models"][0]["checkpoints"][0]["digest"] is None
     ask(client, "datasets")
 
 
+def test_records_not_yet_compacted_are_drawn_one_after_the_other(
+    client: TestClient, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer waits for one record at most, however many there are, and says what is still to come."""
+    monkeypatch.setattr(recorded, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(compact, "BEHIND_BYTES", 100)
+    names = ["a", "b", "c"]
+    for name in names:
+        write_run(runs, name, falling(9))
+    drawn = []
+    for pending in (2, 1, 0):
+        answer = unpack(client.get("/api/series", params={"run": names, "key": "loss"}).content)
+        assert len(answer["pending"]) == pending
+        drawn.append(set(answer["plots"]["loss"]["lines"]))
+        assert drawn[-1] | set(answer["pending"]) == set(names)
+    assert [len(lines) for lines in drawn] == [1, 2, 3]
+
+
 def test_losses_that_are_no_numbers_are_gaps(client: TestClient, runs: Path) -> None:
     write_run(runs, "nan", [1.0, None, 3.0])
-    plot = ask(client, "series", run="nan", key="loss")["plots"]["loss"]
+    plot = plots(client, run="nan", key="loss")["loss"]
     assert plot["lines"]["nan"] == [1.0, None, 3.0]
 
 

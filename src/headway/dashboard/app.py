@@ -19,7 +19,7 @@ from headway.dashboard.datasets import dataset_list, dataset_samples
 from headway.dashboard.guard import Guard
 from headway.dashboard.live import changes
 from headway.dashboard.recorded import RecordedRuns
-from headway.dashboard.series import overlay, rounded
+from headway.dashboard.series import Plot, overlay, packed
 from headway.errors import HeadwayError, RunError, UsageError
 
 STATIC = Path(__file__).parent / "static"
@@ -90,8 +90,11 @@ def _add_runs(app: FastAPI, recorded: RecordedRuns) -> None:
         buckets: Annotated[int, Query(ge=10, le=MOST_BUCKETS)] = 600,
         first: int | None = None,
         last: int | None = None,
-    ) -> _Json:
-        return _Json({"plots": series_document(recorded, run, key, buckets, first, last)})
+    ) -> Response:
+        late = recorded.prepare(run)
+        ready = [name for name in run if name not in late]
+        plots = {one: read_plot(recorded, ready, one, buckets, first, last) for one in dict.fromkeys(key)}
+        return Response(packed(plots, late), media_type="application/octet-stream")
 
     @app.get("/api/compare")
     def compare(run: RunNames) -> _Json:
@@ -103,22 +106,14 @@ def _add_runs(app: FastAPI, recorded: RecordedRuns) -> None:
         return StreamingResponse(stream, media_type="text/event-stream")
 
 
-def series_document(
-    recorded: RecordedRuns, names: list[str], keys: list[str], buckets: int, first: int | None, last: int | None
-) -> dict[str, Any]:
-    """Return plots by metric; a run that is gone or lacks the metric is left out of them."""
+def read_plot(
+    recorded: RecordedRuns, names: list[str], key: str, buckets: int, first: int | None, last: int | None
+) -> Plot:
+    """Return a metric of several runs; a run that is gone or lacks the metric is left out."""
     if first is not None and last is not None:  # a little more, so that lines go to the edges
         margin = 2 + (last - first) // 10
         first, last = max(0, first - margin), last + margin
-    plots: dict[str, Any] = {}
-    for key in dict.fromkeys(keys):
-        shown = overlay(recorded.series(names, key, buckets, first, last))
-        plots[key] = {
-            "steps": shown.steps.tolist(),
-            "lines": {name: rounded(values) for name, values in shown.lines.items()},
-            "means": None if shown.means is None else {name: rounded(part) for name, part in shown.means.items()},
-        }
-    return plots
+    return overlay(recorded.series(names, key, buckets, first, last))
 
 
 def _add_files(app: FastAPI, recorded: RecordedRuns) -> None:

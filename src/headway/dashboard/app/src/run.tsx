@@ -1,19 +1,21 @@
 // One run: how it goes, where its time went, what happened to it, and what it was told to do.
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { ask, useAsk, useLive } from "./api";
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { useAsk, useLive } from "./api";
 import { Chart, type Mark } from "./chart";
 import { clock, count, duration, fixed, loss, number, percent, seconds, short, when } from "./format";
 import { Attempts, LedgerCard, PlanCard } from "./ledger";
 import { Logs, Stacks } from "./logs";
 import { Card, Command, Empty, Fact, Problem, State, Tabs } from "./parts";
+import { usePlots } from "./plots";
 import { RecipeView } from "./recipe";
 import { Rollouts } from "./rollouts";
 import { runUrl, setQuery, usePlace } from "./router";
 import { Samples } from "./samples";
-import type { Ledger, Overview, Plot } from "./types";
+import type { Ledger, Overview } from "./types";
 
 const FIRST = ["reward", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "eval_loss"];
 const AT_FIRST = 4;
+const BUCKETS = 1000;
 
 export function RunPage({ name }: { name: string }) {
   const { query } = usePlace();
@@ -125,7 +127,7 @@ function Charts({ run, ledger, round }: { run: Overview; ledger: Ledger | null; 
   const logY = query.get("y") === "log";
   const axis = query.get("x") ?? "step";
   const range = rangeOf(query.get("zoom"));
-  const plots = usePlots(run.name, shown, range, round);
+  const { plots } = usePlots([run.name], shown, range, round, BUCKETS); // the title says when the run is gone
   const elapsed = useMemo(() => (axis === "time" && ledger?.clock.steps.length ? elapsedOf(ledger) : null), [axis, ledger]);
   const marks: Mark[] = useMemo(
     () => (ledger?.incidents ?? []).filter((incident) => incident.step !== null).map((incident) => ({ step: incident.step!, text: incident.text })),
@@ -181,38 +183,6 @@ function Charts({ run, ledger, round }: { run: Overview; ledger: Ledger | null; 
 export function rangeOf(text: string | null): [number, number] | null {
   const match = /^(\d+)-(\d+)$/.exec(text ?? "");
   return match && Number(match[2]) > Number(match[1]) ? [Number(match[1]), Number(match[2])] : null;
-}
-
-/** Plots of a run's metrics; what is shown stays until the next answer is there. */
-function usePlots(name: string, keys: string[], range: [number, number] | null, round: number): Record<string, Plot> {
-  const [plots, setPlots] = useState<Record<string, Plot>>({});
-  const busy = useRef(false);
-  const later = useRef(false);
-  const wanted = useRef({ name, keys, range });
-  wanted.current = { name, keys, range };
-  const load = async () => {
-    if (busy.current) {
-      later.current = true;
-      return;
-    }
-    busy.current = true;
-    do {
-      later.current = false;
-      const now = wanted.current;
-      if (!now.keys.length) break;
-      try {
-        const answer = await ask<{ plots: Record<string, Plot> }>("/api/series", {
-          run: [now.name], key: now.keys, buckets: 700, first: now.range?.[0], last: now.range?.[1],
-        });
-        if (now.name === wanted.current.name) setPlots(answer.plots);
-      } catch {
-        break; // the title says that the run is gone
-      }
-    } while (later.current);
-    busy.current = false;
-  };
-  useEffect(() => void load(), [name, keys.join("\n"), range?.[0], range?.[1], round]);
-  return plots;
 }
 
 function elapsedOf(ledger: Ledger): (step: number) => number {

@@ -1,10 +1,11 @@
 // All runs: filter, sort, choose columns, select some to compare. The list follows the runs while they go on.
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { ask, useAsk, useLive } from "./api";
+import { useAsk, useLive } from "./api";
 import { duration, fixed, loss, number, percent, short, when } from "./format";
 import { Empty, Problem, State } from "./parts";
+import { askPlots } from "./plots";
 import { go, runUrl, setQuery, usePlace } from "./router";
-import type { Plot, RunRow } from "./types";
+import type { RunRow } from "./types";
 
 interface Listing {
   runs: RunRow[];
@@ -256,7 +257,7 @@ function useSparks(rows: RunRow[]): Record<string, (number | null)[]> {
     const load = async () => {
       for (let at = 0; at < wanted.length && current; at += 12) {
         const part = wanted.slice(at, at + 12);
-        const answers = await Promise.all(part.map((row) => ask<{ plots: Record<string, Plot> }>("/api/series", {
+        const answers = await Promise.all(part.map((row) => askPlots({
           run: [row.name], key: row.objective && row.reward != null ? ["reward"] : ["loss"], buckets: 40,
         }).catch(() => null)));
         if (!current) return;

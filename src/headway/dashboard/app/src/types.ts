@@ -51,7 +51,7 @@ export interface Evaluation {
   metrics: { name: string; value: number; low: number | null; high: number | null; share: boolean }[];
 }
 
-// app.series_document
+// Unpacked in plots.ts.
 export interface Plot {
   steps: number[];
   lines: Record<string, (number | null)[]>;
