@@ -54,7 +54,7 @@ if (request.do === "draw") {
           for (let i = 0; i < pixels.length; i += 4)
             if (pixels[i + 3] > 100 && Math.max(pixels[i], pixels[i + 1], pixels[i + 2]) - Math.min(pixels[i], pixels[i + 1], pixels[i + 2]) > 60) coloured++;
           if (coloured >= 200) found.first_line_s ??= performance.now() / 1000;
-          if (coloured < 200 || document.querySelector(".pending")) return requestAnimationFrame(look);
+          if (coloured < 200 || document.querySelector(".pending")) return setTimeout(look, 50);
           requestAnimationFrame(() => {
             const answers = performance.getEntriesByType("resource").filter((entry) => entry.name.includes("/api/series"));
             const last = answers[answers.length - 1];

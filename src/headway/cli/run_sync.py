@@ -8,7 +8,6 @@ from pathlib import Path
 
 import xxhash
 
-from headway.cluster.engines.submissions import last_submission
 from headway.errors import HeadwayError, RunError, UsageError
 from headway.track import RunFolder, find_run, read_recipe, summarize
 from headway.track.runs import RUN_NAME
@@ -21,6 +20,9 @@ def is_elsewhere(run: RunFolder) -> bool:
     """Whether a run was submitted to machines that do not share its folder here."""
     if not (run.path / "jobs.jsonl").exists():
         return False
+    # Pydantic and the engines: `headway runs` of runs on this machine does without.
+    from headway.cluster.engines.submissions import last_submission
+
     try:
         job = last_submission(run.path)
     except RunError:  # `headway jobs` reports what is wrong with the file

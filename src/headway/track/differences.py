@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic_core import from_json
 
 from headway.errors import RunError
-from headway.recipe import CHANGEABLE, Recipe, changed_keys
 from headway.track.events import Event, Record
 from headway.track.files import read_recipe
 from headway.track.runs import RunFolder
+
+if TYPE_CHECKING:
+    from headway.recipe import Recipe
 
 METRICS = ("cursor", "tokens", "lr", "loss", "grad_norm")
 """Numbers of a step in the order in which they come about: a difference in one explains those after it."""
@@ -40,7 +42,7 @@ class MetricDifference:
 class RunConditions(NamedTuple):
     """What a run's numbers depend on; what cannot be read is left out."""
 
-    recipe: Recipe | None
+    recipe: "Recipe | None"
     environment: Mapping[str, Any]
     workers: tuple[int, ...]
     """Of its attempts, without repetitions."""
@@ -48,6 +50,8 @@ class RunConditions(NamedTuple):
 
 def find_causes(a: RunConditions, b: RunConditions) -> list[Cause]:
     """Return what differs between two runs' conditions, most likely causes first."""
+    from headway.recipe import changed_keys
+
     recipes = [] if a.recipe is None or b.recipe is None else changed_keys(a.recipe, b.recipe).items()
     changed = [Cause("recipe", key, values) for key, values in recipes if not _is_neutral(key)]
     causes = [cause for cause in changed if not cause.key.endswith("version")]
@@ -74,6 +78,8 @@ def _environment(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Cause]:
 
 
 def _is_neutral(key: str) -> bool:
+    from headway.recipe import CHANGEABLE
+
     section = key.rpartition(".")[0]
     any_name = "data.mixture.*.path" if section.startswith("data.mixture.") and key.endswith(".path") else key
     return key == "name" or CHANGEABLE.get(any_name, "").startswith(NEUTRAL)
