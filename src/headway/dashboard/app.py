@@ -1,6 +1,7 @@
-"""The dashboard's routes. Every answer is computed from files when it is asked for; nothing is written."""
+"""The dashboard's routes. Every answer is computed from files when it is asked for; only labels of runs are written."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from threading import Event as StopEvent
 from typing import Annotated, Any
@@ -8,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
@@ -15,12 +17,15 @@ from headway import __version__
 from headway.dashboard import rollouts, run_page, samples
 from headway.dashboard.checkpoints import model_list
 from headway.dashboard.comparison import comparison
-from headway.dashboard.datasets import dataset_list, dataset_samples
+from headway.dashboard.datasets import dataset_list, dataset_samples, folder_of
 from headway.dashboard.guard import Guard
+from headway.dashboard.lineage import lineage_document, name_list
 from headway.dashboard.live import changes
 from headway.dashboard.recorded import RecordedRuns
 from headway.dashboard.series import Plot, overlay, packed
+from headway.dashboard.sheets import contact_sheet
 from headway.errors import HeadwayError, RunError, UsageError
+from headway.track.store import change_note, change_tags, read_labels, write_labels
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {
@@ -35,6 +40,13 @@ MOST_BUCKETS = 4000
 
 Run = Annotated[str, Query(max_length=200)]
 RunNames = Annotated[list[str], Query(max_length=MOST_RUNS)]
+
+
+class LabelChange(BaseModel):
+    """What a page says that a run's labels are."""
+
+    tags: Annotated[list[str], Field(max_length=50)]
+    note: str
 
 
 def make_app(root: Path, token: str, *, data: Path | None = None, host: str = "127.0.0.1") -> FastAPI:
@@ -95,6 +107,14 @@ def _add_runs(app: FastAPI, recorded: RecordedRuns) -> None:
         ready = [name for name in run if name not in late]
         plots = {one: read_plot(recorded, ready, one, buckets, first, last) for one in dict.fromkeys(key)}
         return Response(packed(plots, late), media_type="application/octet-stream")
+
+    @app.post("/api/labels")
+    def labels(run: Run, change: LabelChange) -> _Json:
+        folder = recorded.find(run)
+        before = read_labels(folder)
+        after = change_tags(before, add=change.tags, remove=set(before.tags) - set(change.tags))
+        write_labels(folder, change_note(after, change.note))
+        return _Json(asdict(read_labels(folder)))
 
     @app.get("/api/compare")
     def compare(run: RunNames) -> _Json:
@@ -169,9 +189,17 @@ def _add_others(app: FastAPI, recorded: RecordedRuns, data: Path) -> None:
     def dataset(id: Annotated[str, Query(max_length=32)], first: Annotated[int, Query(ge=0)] = 0) -> _Json:
         return _Json(dataset_samples(recorded, data, id, first))
 
+    @app.get("/sheet")
+    def sheet(id: Annotated[str, Query(max_length=32)], first: Annotated[int, Query(ge=0)] = 0) -> Response:
+        return Response(contact_sheet(folder_of(recorded, data, id), first), media_type="image/png")
+
     @app.get("/api/models")
     def models() -> _Json:
-        return _Json({"models": model_list(recorded)})
+        return _Json({"models": model_list(recorded), **name_list(recorded)})
+
+    @app.get("/api/lineage")
+    def lineage(of: Run) -> _Json:
+        return _Json(lineage_document(recorded, of))
 
 
 def _add_pages(app: FastAPI, static: dict[str, tuple[bytes, str]]) -> None:
@@ -186,7 +214,7 @@ def _add_pages(app: FastAPI, static: dict[str, tuple[bytes, str]]) -> None:
 
     @app.get("/{path:path}")
     def page(path: str) -> Response:
-        if path.startswith(("api/", "files")):
+        if path.startswith(("api/", "files", "sheet")):
             raise HTTPException(404, f"no /{path}")
         content, media_type = static["index.html"]
         return Response(content, media_type=media_type)

@@ -3,7 +3,9 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { useAsk, useLive } from "./api";
 import { Chart, type Mark } from "./chart";
 import { clock, count, duration, fixed, loss, number, percent, seconds, short, when } from "./format";
+import { Labels } from "./labels";
 import { Attempts, LedgerCard, PlanCard } from "./ledger";
+import { lineageUrl } from "./lineage";
 import { Logs, Stacks } from "./logs";
 import { Card, Command, Empty, Fact, Problem, State, Tabs } from "./parts";
 import { usePlots } from "./plots";
@@ -44,7 +46,7 @@ export function RunPage({ name }: { name: string }) {
   ];
   return (
     <main class="run">
-      <Title run={run} ledger={ledger.data} live={live} gone={overview.error !== null} />
+      <Title run={run} ledger={ledger.data} live={live} gone={overview.error !== null} again={overview.again} />
       {ledger.data?.warnings.map((text) => <p class="warning" key={text} role="status">{text}</p>)}
       <div class="columns">
         <Charts run={run} ledger={ledger.data} round={round} />
@@ -77,7 +79,7 @@ function Gone({ error }: { error: import("./api").Refused }) {
   );
 }
 
-function Title({ run, ledger, live, gone }: { run: Overview; ledger: Ledger | null; live: boolean; gone: boolean }) {
+function Title({ run, ledger, live, gone, again }: { run: Overview; ledger: Ledger | null; live: boolean; gone: boolean; again: () => void }) {
   const share = run.total_steps ? Math.min(1, run.step / run.total_steps) : null;
   const running = run.state === "running";
   return (
@@ -85,7 +87,6 @@ function Title({ run, ledger, live, gone }: { run: Overview; ledger: Ledger | nu
       <div class="line">
         <h1>{run.name}</h1>
         <State state={run.state} />
-        {run.tags?.map((tag) => <span class="tag" key={tag}>{tag}</span>)}
         {run.parent && (
           <span class="muted">
             from{" "}
@@ -93,9 +94,12 @@ function Title({ run, ledger, live, gone }: { run: Overview; ledger: Ledger | nu
             {run.parent.step !== null && `@${run.parent.step}`}
           </span>
         )}
+        {!gone && !run.name.startsWith(".") && <Labels run={run} saved={again} />}
+        <a class="muted" href={lineageUrl(run.name)}>lineage</a>
         {gone && <span class="wrong" role="status">the folder of this run is gone: this is what was read before</span>}
         {!live && !gone && <span class="muted" role="status">not connected: what is shown may be old</span>}
       </div>
+      {run.note && <p class="note">{run.note}</p>}
       {run.state !== "running" && run.reason && run.state !== "finished" && <p class="reason">{run.reason}</p>}
       {share !== null && share < 1 && (
         <div class="progress" role="progressbar" aria-label="steps done" aria-valuemin={0} aria-valuemax={run.total_steps!} aria-valuenow={run.step}>

@@ -120,7 +120,7 @@ export function RunsPage() {
                     <input type="checkbox" aria-label={`select ${row.name}`} checked={picked.has(row.name)} onChange={() => toggle(row.name)} />
                   </td>
                   <th scope="row" class="name">
-                    <a href={runUrl(row.name)}>{row.name}</a>
+                    <a href={runUrl(row.name)} title={row.note || undefined}>{row.name}</a>
                     {row.tags?.map((tag) => <span class="tag" key={tag}>{tag}</span>)}
                   </th>
                   <td><State state={row.state} />{row.state === "running" && row.eta_s != null && <span class="eta"> ETA {duration(row.eta_s)}</span>}</td>
