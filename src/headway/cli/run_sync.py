@@ -54,9 +54,16 @@ class RunSync:
 def find_up_to_date(root: Path, name: str) -> RunFolder:
     """Return the folder of a run, with what other machines have recorded so far."""
     run = find_run(root, name)
+    say_which(name, run)
     if summarize(run).state != "finished":
         RunSync(run).now()
     return run
+
+
+def say_which(ref: str, run: RunFolder) -> None:
+    """Say which run is meant by the beginning of a name: another one may have been."""
+    if ref not in ("last", run.name) and not ref.endswith(f"/{run.name}"):
+        print(f"note: {ref} is {run.name}", file=sys.stderr, flush=True)
 
 
 def fetch_all(url: str, progress: Callable[[int, int], None]) -> Path:

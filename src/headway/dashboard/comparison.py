@@ -23,7 +23,7 @@ def comparison(recorded: RecordedRuns, names: Sequence[str]) -> dict[str, Any]:
             for difference in differences
         ],
         "metrics": list(metrics),
-        "verdict": verdict.partition(" (")[0] if len(differences) > 1 else verdict,
+        "verdict": verdict.partition(",")[0] if len(differences) > 1 else verdict,
     }
 
 

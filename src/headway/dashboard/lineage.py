@@ -4,9 +4,9 @@ from typing import Any
 
 from headway.dashboard.recorded import RecordedRuns
 from headway.errors import HeadwayError, RunError
-from headway.track import RunFolder, run_id
+from headway.track import run_id
 from headway.track.lineage import Branch, Graph, collect, tree
-from headway.track.registry import read_registry
+from headway.track.registry import is_gone, read_registry
 
 MOST_BRANCHES = 200
 """Of one node, that are sent."""
@@ -20,8 +20,6 @@ def name_list(recorded: RecordedRuns) -> dict[str, Any]:
         return {"names": [], "problem": error.message}
     rows = []
     for name, entry in sorted(names.items()):
-        run = RunFolder(recorded.root / entry.run)
-        saved = run.checkpoints / f"step-{entry.step:08d}" / "manifest.json"
         rows.append({
             "name": name,
             "run": entry.run,
@@ -30,7 +28,7 @@ def name_list(recorded: RecordedRuns) -> dict[str, Any]:
             "at": entry.at,
             "notes": [note.model_dump() for note in entry.notes],
             "before": [{"run": old.run, "step": old.step, "at": old.at} for old in entry.before],
-            "here": saved.is_file() and run_id(run) == entry.run_id,
+            "here": not is_gone(recorded.root, entry),
         })  # fmt: skip
     return {"names": rows, "problem": None}
 

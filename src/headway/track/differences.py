@@ -24,7 +24,7 @@ NEUTRAL = ("durability only", "measurement only", "patience only", "monitoring o
 class Cause:
     """Something that is not the same in two runs, and may be why they differ."""
 
-    kind: Literal["recipe", "data", "workers", "environment"]
+    kind: Literal["recipe", "code", "data", "workers", "environment"]
     key: str
     values: tuple[Any, Any]
     """Of the first run and of the second; None where one has none."""
@@ -46,6 +46,8 @@ class RunConditions(NamedTuple):
     environment: Mapping[str, Any]
     workers: tuple[int, ...]
     """Of its attempts, without repetitions."""
+    code: Mapping[str, str] = {}
+    """Hashes of files of the user's own, by module."""
 
 
 def find_causes(a: RunConditions, b: RunConditions) -> list[Cause]:
@@ -55,6 +57,8 @@ def find_causes(a: RunConditions, b: RunConditions) -> list[Cause]:
     recipes = [] if a.recipe is None or b.recipe is None else changed_keys(a.recipe, b.recipe).items()
     changed = [Cause("recipe", key, values) for key, values in recipes if not _is_neutral(key)]
     causes = [cause for cause in changed if not cause.key.endswith("version")]
+    modules = sorted(a.code.keys() & b.code.keys())
+    causes += [Cause("code", name, (a.code[name], b.code[name])) for name in modules if a.code[name] != b.code[name]]
     versions = [(value.environment.get("data_version")) for value in (a, b)]
     if all(versions) and versions[0] != versions[1]:
         causes.append(Cause("data", "version", (versions[0], versions[1])))
@@ -111,4 +115,6 @@ def read_conditions(run: RunFolder, records: Sequence[Record]) -> RunConditions:
         content = {}
     environment = content if isinstance(content, dict) else {}
     counts = [event["workers"] for record in records for event in record.events if event["kind"] == "attempt"]
-    return RunConditions(recipe, environment, tuple(dict.fromkeys(counts)))
+    from headway.track.own_code import code_digests
+
+    return RunConditions(recipe, environment, tuple(dict.fromkeys(counts)), code_digests(run))

@@ -39,7 +39,7 @@ export function ModelsPage() {
                 <tbody>
                   {model.checkpoints.map((checkpoint) => (
                     <tr key={checkpoint.step}>
-                      <td class="num"><a href={lineageUrl(`${model.run}@${checkpoint.step}`)} aria-label={`lineage of step ${checkpoint.step}`}>{count(checkpoint.step)}</a>{data.names.filter((name) => name.run === model.run && name.step === checkpoint.step).map((name) => <span class="tag" key={name.name}>{name.name}</span>)}</td>
+                      <td class="num"><a href={lineageUrl(`${model.run}@${checkpoint.step}`)} title="lineage">{count(checkpoint.step)}</a>{data.names.filter((name) => name.run === model.run && name.step === checkpoint.step).map((name) => <span class="tag" key={name.name}>{name.name}</span>)}</td>
                       <td>{when(checkpoint.saved)}</td>
                       <td class="num">{bytes(checkpoint.bytes)}</td>
                       <td class="mono">{checkpoint.digest?.slice(0, 12) ?? <span class="wrong">manifest cannot be read</span>}</td>
