@@ -13,7 +13,7 @@ from headway.cli.options import Json, Run, Runs, complete_run
 from headway.cli.progress import Counting
 from headway.cli.run_sync import fetch_all, is_elsewhere
 from headway.cli.runs_view import column_table, run_table
-from headway.cli.sweep_view import show_importance, show_pareto
+from headway.cli.sweep_results_view import show_importance, show_pareto
 from headway.cli.text import byte_size, first_names, next_line, plural, print_json, wrap_lines
 from headway.errors import UsageError
 from headway.track import FAILED, command, list_runs, runs_root

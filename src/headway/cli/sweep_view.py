@@ -1,161 +1,172 @@
-"""`headway runs importance | pareto`: what a sweep tells, as tables and plots."""
+"""Shows a sweep: a line while it runs, a table at its end."""
 
+import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from headway.cli.plot import new_axes, save_figure
-from headway.cli.progress import Counting
-from headway.cli.text import columns, next_line, plural, print_json, printable, shortened
-from headway.errors import UsageError
+from headway.cli.progress import EVERY_S, Counting
+from headway.cli.text import columns, duration, next_line
+from headway.cluster.submit.sweep_results import SweepResult, best, ranked_by
+from headway.cluster.submit.sweeps import Sweep
 from headway.track import command
-from headway.track.store import RunRow, parse_name, select_runs, value_of
-from headway.track.store.edits import match_runs
-from headway.track.store.listing import parse_sort
-from headway.track.store.sweep_results import KeyImportance, importances, pareto_front, varied_keys
-
-BAR = 20
-"""Characters of a share of 1."""
-MOST_KEYS = 12
-"""Rows that are printed; --json has all."""
-FEWEST = 3
-SHOWN_KEYS = 3
-"""Keys of recipes beside a front."""
 
 
-def show_importance(root: Path, refs: Sequence[str], where: str, by: str, json: bool) -> None:
-    """Print how much each key that varies between runs explains of a result."""
-    name, larger = parse_sort(by)
-    rows, (results,) = _read(root, refs, where, [by])
-    kept = [(row, value) for row, value in zip(rows, results, strict=True) if value is not None]
-    if len(kept) < FEWEST:
-        raise UsageError(f"{plural(len(kept), 'run')} with {name.text}: importance needs at least {FEWEST}",
-                         hint=f"{command(root, 'runs --columns', name.text)} shows which have it")  # fmt: skip
-    keys = importances([row.recipe for row, _ in kept], [value for _, value in kept], larger=larger)
-    if json:
-        print_json(
-            {"by": name.text, "larger_is_better": larger, "runs": len(kept), "keys": [asdict(key) for key in keys]}
-        )
-        return
-    if not keys:
-        print(f"the recipes of these {len(kept)} runs are the same")
-        return
-    print(f"what explains {name.text} of {plural(len(kept), 'run')}\n")
-    print("\n".join(_importance_lines(keys[:MOST_KEYS])))
-    if len(keys) > MOST_KEYS:
-        print(f"and {len(keys) - MOST_KEYS} more (--json lists all)")
-    if any(key.share is None for key in keys):
-        print("-: each run has its own value, or all have the same result")
-    print(next_line(command(root, "runs pareto", *_quoted(refs), f"--by {by},step_s")))
+class SweepProgress:
+    """A line on standard error: overwritten on a terminal, else printed when something has changed."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep, self._terminal = sweep, sys.stderr.isatty()
+        self._counts, self._printed_s, self._line = Counter[str](), 0.0, ""
+        self._counting: Counting | None = None
+        self._noted = ""
+
+    def syncing(self, done: int, number: int) -> None:
+        """Show how many runs were synced from their stores."""
+        self._counting = self._counting or Counting(f"{self._sweep.name}: syncing records")
+        self._counting.show(done, number)
+
+    def note(self, text: str) -> None:
+        """Print a problem whenever it changes."""
+        if text and text != self._noted:
+            self.end()
+            self.say(f"note: {text}")
+        self._noted = text
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(text, file=sys.stderr, flush=True)
+
+    def show(self, rows: Sequence[SweepResult]) -> None:
+        """Show the states of the runs."""
+        counts, self._counting = Counter(row.state for row in rows), None
+        line = f"{self._sweep.name}: {_counted(counts, len(rows))}{_steps(rows)}"
+        if self._terminal:
+            print(f"\r\x1b[K{line[: columns() - 1]}", end="", file=sys.stderr, flush=True)
+        elif line != self._line and (counts != self._counts or time.monotonic() > self._printed_s + EVERY_S):
+            self.say(line[: columns()])
+            self._printed_s, self._line = time.monotonic(), line
+        self._counts = counts
+
+    def end(self) -> None:
+        """End the line."""
+        if self._terminal:
+            print(file=sys.stderr, flush=True)
 
 
-def _importance_lines(keys: Sequence[KeyImportance]) -> list[str]:
-    widest = max(8, columns() - 54)
-    table = [("key", "share", "", "rank r", "best value")]
-    for key in keys:
-        share = "-" if key.share is None else f"{100 * key.share:.0f}%"
-        bar = "#" * round(BAR * (key.share or 0))
-        correlation = "-" if key.correlation is None else f"{key.correlation:+.2f}"
-        table.append((shortened(key.key, widest), share, bar, correlation, f"{_text(key.best)} ({key.best_mean:.4g})"))
-    first = max(len(row[0]) for row in table)
-    bar = BAR if columns() >= 80 else 0
-    return [
-        shortened(f"{a:{first}}  {b:>5}  {c[:bar]:{bar}}{'  ' if bar else ''}{d:>6}  {e}".rstrip(), columns())
-        for a, b, c, d, e in table
+def _counted(counts: Counter[str], number: int) -> str:
+    others = [f"{count} {state}" for state, count in sorted(counts.items()) if state != "finished"]
+    return ", ".join([f"{counts['finished']} of {number} finished", *others])
+
+
+def _steps(rows: Sequence[SweepResult]) -> str:
+    running = [row for row in rows if row.state == "running" and row.total_steps]
+    if not running:
+        return ""
+    least = min(running, key=lambda row: row.step)
+    return f"; step {least.step} of {least.total_steps}"
+
+
+def table(root: Path, sweep: Sweep, rows: Sequence[SweepResult]) -> list[str]:
+    """Return one line per run, best first and marked; wide settings come on a separate line."""
+    winner = best(rows)
+    figures = _figures(rows)
+    settings = {name: [row.settings[key] for row in rows] for key, name in sweep.keys.items()}
+    wide = 2 + sum(2 + max(map(len, [name, *values])) for name, values in (settings | figures).items()) > columns()
+    lines = _aligned(figures if wide else settings | figures, left=() if wide else tuple(settings))
+    marked = [
+        lines[0],
+        *(f"{'*' if row is winner else ' '}{line[1:]}" for row, line in zip(rows, lines[1:], strict=True)),
     ]
+    if wide:
+        marked = [
+            marked[0],
+            *(text for row, line in zip(rows, marked[1:], strict=True) for text in (line, _under(sweep, row))),
+        ]
+    by = {"eval_loss": "eval loss", "loss": "loss of the last step"}[ranked_by(rows)]
+    verdict = [f"* the best by {by}: {winner.run}"] if winner else ["no run has finished"]
+    return [*marked, *verdict, *_reasons(rows), _next(root, sweep, rows, winner)]
 
 
-def show_pareto(root: Path, refs: Sequence[str], where: str, by: str, plot: str | None, json: bool) -> None:
-    """Print the runs that no other run beats in all of some results."""
-    keys = [part.strip() for part in by.split(",") if part.strip()]
-    if len(keys) < 2:
-        raise UsageError(f"--by {by}: a front needs at least two keys", hint="--by loss,-tokens_per_s")
-    if plot is not None and len(keys) != 2:
-        raise UsageError(f"--plot draws two keys, not {len(keys)}", hint="give --by two keys")
-    larger = [key.startswith("-") for key in keys]
-    names = [key.removeprefix("-") for key in keys]
-    rows, values = _read(root, refs, where, keys)
-    points = list(zip(*values, strict=True))
-    front = pareto_front(points, larger)
-    if not front:
-        raise UsageError(f"no run has all of {', '.join(names)}", hint=f"{command(root, 'runs --keys')} lists all keys")
-    if plot is not None:
-        _save(points, front, names, [row.folder.name for row in rows], Path(plot))
-    varied = [key for key in varied_keys([row.recipe for row in rows]) if key not in names]
-    if json:
-        print_json({
-            "by": keys, "runs": len(rows), "file": plot,
-            "front": [{"run": rows[at].folder.name, "values": dict(zip(names, points[at], strict=True)),
-                       "settings": {key: rows[at].recipe.get(key) for key in varied}} for at in front],
-        })  # fmt: skip
-        return
-    complete = sum(None not in point for point in points)
-    print(f"{len(front)} of {plural(complete, 'run')} {'is' if len(front) == 1 else 'are'} not beaten in "
-          f"{' and '.join(names)}\n")  # fmt: skip
-    table = [["run", *names, *varied[:SHOWN_KEYS]]]
-    for at in front:
-        settings = [_text(rows[at].recipe.get(key)) for key in varied[:SHOWN_KEYS]]
-        table.append([rows[at].folder.name, *(f"{value:.4g}" for value in points[at]), *settings])
-    while len(table[0]) > 1 + len(names) and _width(table) > columns():
-        table = [row[:-1] for row in table]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    for row in table:
-        cells = (f"{cell:{'<' if i == 0 else '>'}{widths[i]}}" for i, cell in enumerate(row))
-        print(shortened("  ".join(cells).rstrip(), columns()))
-    if plot is not None:
-        print(f"\n{plot}: {complete} runs, the front as a line")
-    best = [rows[at].folder.name for at in front[:2]]
-    print(next_line(command(root, "compare", *best) if len(best) > 1 else command(root, "report", *best)))
+def _figures(rows: Sequence[SweepResult]) -> dict[str, list[str]]:
+    figures = {"loss": [_loss(row.loss) for row in rows]}
+    if any(row.eval_loss is not None for row in rows):
+        figures["eval loss"] = [_loss(row.eval_loss) for row in rows]
+    return figures | {
+        "step": [f"{row.step}/{row.total_steps}" if row.total_steps else str(row.step) for row in rows],
+        "took": [duration(row.seconds) for row in rows],
+        "state": [row.state for row in rows],
+    }
 
 
-def _width(table: Sequence[Sequence[str]]) -> int:
-    return sum(max(len(row[i]) for row in table) + 2 for i in range(len(table[0]))) - 2
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
 
 
-def _read(
-    root: Path, refs: Sequence[str], where: str, keys: Sequence[str]
-) -> tuple[list[RunRow], list[list[float | None]]]:
-    """Return runs, and for each key their numbers."""
-    named = {run.path for run in match_runs(root, refs)} if refs else None
-    parsed = [parse_name(key.removeprefix("-")) for key in keys]
-    now = time.time()
-    with Counting("reading metrics of runs") as counting:
-        rows = select_runs(root, where, columns=parsed, now=now, progress=counting.show)
-    rows = [row for row in rows if named is None or row.folder.path in named]
-    found = [[value_of(row, name, now) for row in rows] for name in parsed]
-    return rows, [
-        [float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None for value in column]
-        for column in found
+def _aligned(cells_by_name: dict[str, list[str]], left: tuple[str, ...]) -> list[str]:
+    """Return aligned columns; numbers are right-aligned."""
+    widths = {name: max(map(len, [name, *values])) for name, values in cells_by_name.items()}
+    to_left = {*left, "state"}
+
+    def line(cells: Sequence[str]) -> str:
+        cells = [
+            f"{cell:{widths[name]}}" if name in to_left else f"{cell:>{widths[name]}}"
+            for name, cell in zip(cells_by_name, cells, strict=True)
+        ]
+        return f"  {'  '.join(cells)}".rstrip()
+
+    return [line(list(cells_by_name)), *(line(cells) for cells in zip(*cells_by_name.values(), strict=True))]
+
+
+def _under(sweep: Sweep, row: SweepResult) -> str:
+    text = "    " + " ".join(f"{sweep.keys[key]}={value}" for key, value in row.settings.items())
+    return text if len(text) <= columns() else text[: columns() - 3] + "..."
+
+
+def _reasons(rows: Sequence[SweepResult]) -> list[str]:
+    """Return why runs failed, one line per reason."""
+    alike = dict[tuple[str, str], list[str]]()
+    for row in rows:
+        if row.reason and row.state not in ("finished", "running"):
+            alike.setdefault((row.state, row.reason), []).append(row.run)
+    lines = list[str]()
+    for (state, reason), runs in alike.items():
+        more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+        text = f"{runs[0]}{more}: {state}: {reason}"
+        lines.append(text if len(text) <= columns() else text[: columns() - 3] + "...")
+    return lines
+
+
+def _next(root: Path, sweep: Sweep, rows: Sequence[SweepResult], winner: SweepResult | None) -> str:
+    failed = next((row.run for row in rows if row.state in ("failed", "impossible")), None)
+    if any(not row.over for row in rows):
+        follow_ups = [f"sweep {sweep.name}", f"cancel {sweep.name}"]
+    elif failed:
+        follow_ups = [f"logs {failed}", f"requeue {failed}"]
+    else:
+        follow_ups = [f"report {winner.run}" if winner else f"logs {rows[0].run}"]
+    return next_line(*(command(root, words) for words in follow_ups))
+
+
+def document(sweep: Sweep, rows: Sequence[SweepResult], old: str = "") -> dict[str, object]:
+    """Return a sweep as JSON-ready values; `old` is why some may be out of date."""
+    winner = best(rows)
+    fields = {"sweep": sweep.name, "engine": sweep.engine, "job": sweep.job, "on": sweep.on, "by": ranked_by(rows)}
+    content: dict[str, object] = fields | {"best": winner and winner.run, "points": [asdict(row) for row in rows]}
+    return content | {"old": old} if old else content
+
+
+def sweep_lines(root: Path, sweeps: Sequence[Sweep]) -> list[str]:
+    """Return one line per sweep."""
+    if not sweeps:
+        return [f"no sweeps in {root}", f"next: {command(root, 'sweep RECIPE --grid train.lr=1e-4,3e-4')}"]
+    width = max(len("sweep"), *(len(sweep.name) for sweep in sweeps))
+    head = f"{'sweep':{width}}  {'runs':>4}  {'engine':10}  {'submitted':11}  keys"
+    rows = [
+        f"{sweep.name:{width}}  {len(sweep.points):>4}  {sweep.engine:10}  "
+        f"{time.strftime('%m-%d %H:%M', time.localtime(sweep.time)):11}  {', '.join(sweep.keys)}"[: columns()]
+        for sweep in sweeps
     ]
-
-
-def _save(
-    points: Sequence[Sequence[float | None]],
-    front: Sequence[int],
-    names: Sequence[str],
-    runs: Sequence[str],
-    path: Path,
-) -> None:
-    figure, axes = new_axes(path)
-    rest = [points[at] for at in range(len(points)) if at not in front and None not in points[at]]
-    best = [points[at] for at in front]
-    axes.scatter([p[0] for p in rest], [p[1] for p in rest], s=16, color="#8a929c", label="other runs")
-    axes.plot([p[0] for p in best], [p[1] for p in best], marker="o", color="#0072b2", linewidth=1.2, label="front")
-    for at in front[:MOST_KEYS]:
-        axes.annotate(runs[at], points[at], xytext=(4, 4), textcoords="offset points", fontsize="x-small")
-    axes.set_xlabel(names[0])
-    axes.set_ylabel(names[1])
-    axes.legend(frameon=False, fontsize="small")
-    save_figure(figure, path)
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "not set"
-    return f"{value:.4g}" if isinstance(value, float) else shortened(printable(str(value)), 24)
-
-
-def _quoted(refs: Sequence[str]) -> list[str]:
-    return [f"'{ref}'" if any(character in ref for character in "*?[") else ref for ref in refs]
+    return [head, *rows, f"next: {command(root, 'sweep', sweeps[0].name)}"]

@@ -105,7 +105,7 @@ def _add_runs(app: FastAPI, recorded: RecordedRuns) -> None:
     ) -> Response:
         late = recorded.prepare(run)
         ready = [name for name in run if name not in late]
-        plots = {one: read_plot(recorded, ready, one, buckets, first, last) for one in dict.fromkeys(key)}
+        plots = {name: read_plot(recorded, ready, name, buckets, first, last) for name in dict.fromkeys(key)}
         return Response(packed(plots, late), media_type="application/octet-stream")
 
     @app.post("/api/labels")

@@ -48,7 +48,7 @@ def importances(
 def _importance(
     key: str, recipes: Sequence[Mapping[str, Any]], results: Sequence[float], larger: bool
 ) -> KeyImportance:
-    values = [recipe.get(key) for recipe in recipes]
+    values: list[Any] = [recipe.get(key) for recipe in recipes]
     labels = _ranges(values) if _is_scattered(values) else values
     groups: dict[Any, list[float]] = {}
     shown: dict[Any, Any] = {}
