@@ -142,7 +142,9 @@ def _save(
     rest = [points[at] for at in range(len(points)) if at not in front and None not in points[at]]
     best = [points[at] for at in front]
     axes.scatter([p[0] for p in rest], [p[1] for p in rest], s=16, color="#8a929c", label="other runs")
-    axes.plot([p[0] for p in best], [p[1] for p in best], marker="o", color="#0072b2", linewidth=1.2, label="front")
+    axes.plot(
+        [p[0] for p in best], [p[1] for p in best], marker="o", color="#0072b2", linewidth=1.2, alpha=0.6, label="front"
+    )
     for at in front[:MOST_KEYS]:
         axes.annotate(runs[at], points[at], xytext=(4, 4), textcoords="offset points", fontsize="x-small")
     axes.set_xlabel(names[0])
