@@ -60,9 +60,12 @@ def _importance_lines(keys: Sequence[KeyImportance]) -> list[str]:
         correlation = "-" if key.correlation is None else f"{key.correlation:+.2f}"
         table.append((shortened(key.key, widest), share, bar, correlation, f"{_text(key.best)} ({key.best_mean:.4g})"))
     first = max(len(row[0]) for row in table)
-    bar = BAR if columns() >= 80 else 0
+    bar_width = BAR if columns() >= 80 else 0
     return [
-        shortened(f"{a:{first}}  {b:>5}  {c[:bar]:{bar}}{'  ' if bar else ''}{d:>6}  {e}".rstrip(), columns())
+        shortened(
+            f"{a:{first}}  {b:>5}  {c[:bar_width]:{bar_width}}{'  ' if bar_width else ''}{d:>6}  {e}".rstrip(),
+            columns(),
+        )
         for a, b, c, d, e in table
     ]
 
