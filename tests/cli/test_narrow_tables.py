@@ -139,7 +139,7 @@ def test_views_of_a_run_fit_the_terminal(tmp_path: Path, monkeypatch: pytest.Mon
         assert max(map(len, lines)) <= width, output
         assert "tonight-demo-1f2e" in output
     assert "warning: the loss diverges" in CliRunner().invoke(app, ["report", "demo", "--runs", str(tmp_path)]).output
-    document = CliRunner().invoke(app, ["report", "demo", "--runs", str(tmp_path), "--json"]).output
+    document = CliRunner().invoke(app, ["report", "demo", "--runs", str(tmp_path), "--json"]).stdout
     assert json.loads(document)["divergence"]["best"] == 6.0
 
 

@@ -19,6 +19,7 @@ from headway.recipe import Data, Recipe
 from headway.track import RunFolder, lock_run, run_id, write_json
 from headway.track.registry import remove_name, tag
 from headway.track.store import read_series
+from headway.track.store.comparison import read_outcomes
 from track_runs import plain_run
 
 app = typer.Typer()
@@ -68,6 +69,50 @@ def test_runs_shows_the_columns_asked_for(root):
     assert max(map(len, narrow.splitlines()[:4])) <= 60
 
 
+def test_columns_fit_a_narrow_terminal_however_many_and_long(root):
+    long = "a" + "-long" * 12
+    (root / "a").rename(root / long)
+    output = call(root, "runs", "--columns", "loss,train.lr", env={"COLUMNS": "60"}).output
+    assert max(map(len, output.splitlines()[:4])) <= 60
+    assert long[:12] in output
+    many = "loss,train.lr,min(loss),max(loss),mean(loss),created,state,seed"
+    lines = call(root, "runs", "--columns", many, "--sort", "-loss", env={"COLUMNS": "60"}).output.splitlines()
+    assert max(map(len, lines[:-1])) <= 60
+    assert [line.split()[1] for line in lines if line.startswith("  min(loss)")] == ["3", "2", "1"]
+
+
+def test_archived_runs_are_mentioned_where_no_other_is_left(root):
+    call(root, "runs", "archive", "*")
+    output = " ".join(call(root, "runs").output.split())
+    assert output.startswith(f"all 3 runs in {root} are archived")
+    assert "runs --archived" in output
+    assert "no run in" in call(root, "runs", "--where", "loss > 100").output
+    assert "no runs in" in call(root / "none", "runs").output
+
+
+def test_sweep_tells_which_key_matters_and_what_nothing_beats(root, tmp_path):
+    document = json.loads(call(root, "runs", "importance", "--json").output)
+    assert {key["key"]: key["values"] for key in document["keys"]} == {"train.lr": 2, "seed": 2}
+    # Losses are 3, 2, 1; a has its own lr, c its own seed: SS between is 1.5 of 2, inside 0.5 with 1 degree of freedom.
+    assert [key["share"] for key in document["keys"]] == [pytest.approx((2 - 0.5 - 0.5) / 2)] * 2
+    assert {key["key"]: key["best"] for key in document["keys"]} == {"train.lr": 0.5, "seed": 9}
+    text = call(root, "runs", "importance", "*", env={"COLUMNS": "60"}).output
+    assert max(map(len, text.splitlines()[:-1])) <= 60
+    front = json.loads(call(root, "runs", "pareto", "--by", "loss,train.lr", "--json").output)["front"]
+    assert [entry["run"] for entry in front] == ["c", "a"], "b has c's lr and a larger loss"
+    plot = tmp_path / "front.png"
+    assert call(root, "runs", "pareto", "[abc]", "--by", "loss,train.lr", "--plot", str(plot)).exit_code == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    for words in (
+        ["--by", "loss"],
+        ["--by", "loss,nope"],
+        ["--plot", "x.gif"],
+        ["--plot", str(tmp_path / "no" / "x.png")],
+    ):
+        assert isinstance(call(root, "runs", "pareto", *words).exception, UsageError), words
+    assert isinstance(call(root, "runs", "importance", "a", "b").exception, UsageError), "too few"
+
+
 def test_mistakes_point_into_the_query(root):
     error = call(root, "runs", "--where", "loss < 3 and trian.lr > 1").exception
     assert isinstance(error, UsageError)
@@ -101,7 +146,13 @@ def test_delete_asks_and_refuses_live_runs(root):
 
 def test_what_changes_runs_takes_whole_names(root):
     (root / "b").rename(root / "best")
-    for words in (["delete", "b", "--yes"], ["archive", "b"], ["rename", "b", "z"]):
+    for words in (
+        ["delete", "b", "--yes"],
+        ["archive", "b"],
+        ["rename", "b", "z"],
+        ["tag", "b", "x"],
+        ["note", "b", "x"],
+    ):
         result = call(root, "runs", *words)
         assert isinstance(result.exception, RunError), words
         assert result.exception.hint == "give the whole name: best?"
@@ -132,6 +183,10 @@ def test_compare_names_a_cause_only_if_one_key_differs(root):
     outcomes = {outcome["key"]: (outcome["step"], outcome["values"]) for outcome in document["outcomes"]}
     assert outcomes["loss"] == (3, [3.0, 2.0, 1.0])
     assert outcomes["mfu"][1] == [pytest.approx(100 * 60 / (1500 * 2))] * 3
+    (root / "b").rename(root / "best")
+    result = call(root, "compare", "a", "be")
+    assert result.stderr == "note: be is best\n"
+    assert call(root, "compare", "a", "best").stderr == ""
     narrow = call(root, "compare", "*", env={"COLUMNS": "60"}).output.splitlines()
     assert max(map(len, narrow[:-1])) <= 60
     assert isinstance(call(root, "compare", "a").exception, UsageError)
@@ -141,12 +196,18 @@ def test_compare_names_a_cause_only_if_one_key_differs(root):
 def test_metrics_of_several_runs_are_plotted(root, tmp_path):
     output = call(root, "metrics", "*", "--key", "loss", env={"COLUMNS": "80"}).output
     assert max(map(len, output.splitlines()[:-1])) <= 80
-    assert all(f" {name}  " in output for name in "abc")
+    assert all(f" {mark} {name}  " in output for mark, name in zip("ox+", "abc", strict=True)), "each has its mark"
+    assert all(any(mark in line for line in output.splitlines()[2:14]) for mark in "ox+")
     document = json.loads(call(root, "metrics", "a", "b", "--json").output)
     assert [(run["run"], run["mean"]) for run in document["runs"]] == [("a", [9.0, 4.0, 3.0]), ("b", [9.0, 3.0, 2.0])]
     assert call(root, "metrics", "*", "--plot", str(tmp_path / "plot.png")).exit_code == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    for words in (["--plot", "x.gif"], ["--key", "nope"], ["--tensorboard", "tb"]):
+    for words in (
+        ["--plot", "x.gif"],
+        ["--plot", str(tmp_path / "no" / "x.png")],
+        ["--key", "nope"],
+        ["--tensorboard", "tb"],
+    ):
         assert isinstance(call(root, "metrics", "*", *words).exception, UsageError)
 
 
@@ -180,3 +241,28 @@ def test_runs_of_an_object_store_are_synced_into_the_cache(root, tmp_path):
     result = call(root, "runs", "--store", url)
     assert "note: a was not fetched" in result.stderr
     assert isinstance(call(root, "runs", "--store", "bucket/x").exception, UsageError)
+
+
+def test_code_of_ones_own_is_compared_by_what_it_said(root):
+    for name, text in (("a", "x = 1"), ("b", "x = 2"), ("c", "x = 1")):
+        (root / name / "code").mkdir()
+        (root / name / "code" / "own.py").write_text(text)
+    output = call(root, "compare", "a", "b").output
+    assert f"code: diff -u {root / 'a' / 'code' / 'own.py'} {root / 'b' / 'code' / 'own.py'}" in output
+    assert "confounded: 2 keys differ" in output
+    kinds = {item["kind"] for item in json.loads(call(root, "compare", "a", "c", "--json").output)["differences"]}
+    assert kinds == {"recipe"}
+
+
+def test_speed_of_a_run_is_its_tokens_by_its_seconds(root):
+    run = RunFolder(root / "d")
+    run.events.mkdir(parents=True)
+    header = {"kind": "open", "format": 1, "attempt": 1, "process": "rank-0", "wall": 0, "mono": 0, "boot": "b"}
+    lines = [{**header, "host": "h", "pid": 1}]
+    seconds = [1, 1, 8]
+    lines += [{"kind": "step", "t": at, "step": at + 1, "data": 0, "compute": 10**9 * s, "tokens": 100, "loss": 1.0}
+              for at, s in enumerate(seconds)]  # fmt: skip
+    (run.events / "0001-rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    outcomes = {outcome.key: outcome.values for outcome in read_outcomes([run, RunFolder(root / "a")])}
+    assert outcomes["tokens_per_s"][0] == pytest.approx(300 / 10), "the mean of 100, 100 and 12.5 is 70.8"
+    assert outcomes["step_s"][0] == pytest.approx(10 / 3)

@@ -35,21 +35,30 @@ const settled = (page) => page.waitForLoadState("load").then(() => page.waitForF
 
 if (request.do === "draw") {
   const { page, problems } = await open();
+  setTimeout(() => {
+    process.stderr.write("nothing was drawn\n");
+    process.exit(1);
+  }, (request.ceiling_s ?? 900) * 1000).unref();
   const began = Date.now();
   await page.goto(at(request.path), { waitUntil: "commit" });
   const marks = await page.evaluate(
     () =>
-      new Promise((resolve) => {
+      new Promise((resolve, reject) => {
+        const found = {};
         const look = () => {
+          const problem = document.querySelector(".problem");
+          if (problem) return reject(new Error(problem.textContent));
           const canvas = document.querySelector(".chart canvas");
           const pixels = canvas?.width ? canvas.getContext("2d").getImageData(canvas.width / 3, 40, canvas.width / 3, canvas.height - 120).data : [];
           let coloured = 0; // pixels of a line: strongly one of red, green and blue
           for (let i = 0; i < pixels.length; i += 4)
             if (pixels[i + 3] > 100 && Math.max(pixels[i], pixels[i + 1], pixels[i + 2]) - Math.min(pixels[i], pixels[i + 1], pixels[i + 2]) > 60) coloured++;
-          if (coloured < 200) return requestAnimationFrame(look);
+          if (coloured >= 200) found.first_line_s ??= performance.now() / 1000;
+          if (coloured < 200 || document.querySelector(".pending")) return setTimeout(look, 50);
           requestAnimationFrame(() => {
-            const answer = performance.getEntriesByType("resource").find((entry) => entry.name.includes("/api/series"));
-            resolve({ seconds: performance.now() / 1000, server_s: answer.responseEnd / 1000 - answer.requestStart / 1000, kilobytes: answer.decodedBodySize / 1000 });
+            const answers = performance.getEntriesByType("resource").filter((entry) => entry.name.includes("/api/series"));
+            const last = answers[answers.length - 1];
+            resolve({ seconds: performance.now() / 1000, ...found, requests: answers.length, server_s: last.responseEnd / 1000 - last.requestStart / 1000, kilobytes: last.decodedBodySize / 1000 });
           });
         };
         look();

@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from written_runs import falling, lines, step, write_broken_run, write_run
 
 import headway.dashboard
 from headway.data import BuildOptions, build_dataset
+from headway.data.media.build import MediaOptions, build_media
 from headway.rl.rollout import AnswerScore, Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles
 from headway.track import RunFolder, lock_run
+from headway.track.registry import add_note, tag
+from headway.track.store import Labels, read_labels, write_labels
 
 APP = Path(headway.dashboard.__file__).parent / "app"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
@@ -54,7 +58,25 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     agent = write_run(runs, "hostile", falling(9), recipe=hostile, outcome="failed") / "events" / "0001-agent.jsonl"
     agent.write_text(agent.read_text().replace("as told", HOSTILE.replace('"', "")))
     _write_policy_run(runs)
+    _write_pictures(folder, data)
+    saved = demo / "checkpoints" / "step-00003000"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text(json.dumps({"format": 1, "step": 3000, "digest": "a" * 32}))
+    tag(runs, "prod", RunFolder(demo), 3000, "a" * 32)
+    add_note(runs, "prod", HOSTILE)
+    write_labels(RunFolder(demo), Labels(("good",), HOSTILE))
     return folder
+
+
+def _write_pictures(folder: Path, data: Path) -> None:
+    captions = folder / "captions.jsonl"
+    with captions.open("w") as file:
+        for number in range(6):
+            image = Image.new("RGB", (64, 48), "white")
+            image.paste((40 * number, 90, 160), (8 * number, 0, 64, 48 - 6 * number))
+            image.save(folder / f"{number}.png")
+            file.write(json.dumps({"file": f"{number}.png", "caption": HOSTILE}) + "\n")
+    build_media(data / "pictures", [str(folder / "*.png")], MediaOptions("image", captions=(str(captions),)))
 
 
 def _write_policy_run(runs: Path) -> None:
@@ -114,7 +136,14 @@ PAGES = {
     "compare": {"path": "/compare?run=demo&run=live&run=broken", "expect": [".chart canvas", ".legend"]},
     "choose": {"path": "/compare", "expect": [".chooser li"]},
     "data": {"path": "/data", "expect": ["table.runs"]},
+    "clips": {
+        "path": "/data",
+        "expect": ["table.runs a"],
+        "act": [["click", "a:text('pictures')"], ["wait", ".clips img"], ["wait", ".clips tbody tr"]],
+    },
     "models": {"path": "/models", "expect": [".models .card"]},
+    "lineage": {"path": "/models?of=demo@3000", "expect": [".tree li", ".models .tag"]},
+    "labels": {"path": "/run/demo", "act": [["click", "button:text('labels')"], ["wait", "form.labels textarea"]]},
 }
 
 
@@ -149,6 +178,19 @@ def test_pages_are_used_by_keyboard_and_have_addresses(address: str) -> None:
     assert "zoom=" in zoomed["url"]
     assert sorted_runs["url"].endswith("sort=loss")
     assert "where=demo" in filtered["url"]
+
+
+def test_labels_are_edited_on_the_page(address: str, root: Path) -> None:
+    run = RunFolder(write_run(root / "runs", "labelled", falling(5)))
+    (page,) = visit(
+        address,
+        {"name": "labels", "path": "/run/labelled", "axe": False, "expect": [".title"],
+         "act": [["click", "button:text('add tags')"], ["fill", "[name=tags]", "good, kept"],
+                 ["fill", "[name=note]", "as planned"], ["click", "button:text('Save')"],
+                 ["text", ".note", "as planned"], ["wait", ".title .tag"]]},
+    )  # fmt: skip
+    assert page["problems"] == []
+    assert read_labels(run) == Labels(("good", "kept"), "as planned")
 
 
 def test_live_page_follows_its_run(address: str, root: Path) -> None:

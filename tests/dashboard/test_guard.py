@@ -1,4 +1,4 @@
-"""Nobody reads runs without the token, from another site, or under another name; pages cannot run foreign scripts."""
+"""Runs are not served without the token, to another site, or under another name; pages cannot run foreign scripts."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,20 @@ from starlette.testclient import TestClient
 from written_runs import TOKEN, falling, write_run
 
 from headway.dashboard.guard import cookie_of, is_own_name, own_names
+from headway.track import RunFolder
+from headway.track.store import read_labels
 
-PATHS = ["/", "/run/x", "/static/app.js", "/api/runs", "/api/live", "/files?run=a&path=b", "/nothing", "/api/nothing"]
+PATHS = [
+    "/",
+    "/run/x",
+    "/static/app.js",
+    "/api/runs",
+    "/api/live",
+    "/files?run=a&path=b",
+    "/sheet?id=a",
+    "/nothing",
+    "/api/nothing",
+]
 
 
 def test_nothing_is_answered_without_the_token(stranger: TestClient) -> None:
@@ -112,3 +124,25 @@ def test_hostile_texts_travel_as_json_only(client: TestClient, runs: Path) -> No
     answer = client.get("/api/recipe", params={"run": "demo"})
     assert answer.headers["content-type"] == "application/json"
     assert answer.json()["rows"][0]["value"] == "</script><script>alert(1)</script>"
+
+
+def test_labels_are_changed_only_by_pages_of_this_server(client: TestClient, runs: Path) -> None:
+    run = RunFolder(write_run(runs, "good", [1.0]))
+    body = '{"tags": ["mine"], "note": ""}'
+
+    def send(**headers: str) -> int:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return client.post("/api/labels?run=good", content=body, headers=named).status_code
+
+    assert send(content_type="application/json", sec_fetch_site="cross-site") == 403
+    assert send(content_type="application/json", sec_fetch_site="same-site") == 403
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        assert send(content_type=kind) == 415, "what a page of another site can send unasked"
+    assert send(content_type="application/json", content_length="99999999") == 413
+    cookies = dict(client.cookies)
+    client.cookies.clear()
+    assert send(content_type="application/json") == 401
+    assert read_labels(run).tags == ()
+    client.cookies.update(cookies)
+    assert send(content_type="application/json", sec_fetch_site="same-origin") == 200
+    assert read_labels(run).tags == ("mine",)

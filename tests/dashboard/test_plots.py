@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packed_plots import unpack
 
-from headway.dashboard.series import overlay, rounded
+from headway.dashboard.series import overlay, packed
 from headway.track.store.pyramid import single_steps, to_view
 
 
@@ -62,11 +63,17 @@ def test_runs_of_other_lengths_share_their_steps() -> None:
     assert shown.max() <= 120
 
 
-@given(st.lists(st.floats(allow_subnormal=False), max_size=20))
-def test_sent_numbers_have_six_digits(values: list[float]) -> None:
-    sent = rounded(np.array(values, np.float64))
-    for value, short in zip(values, sent, strict=True):
-        if math.isfinite(value):
-            assert short == pytest.approx(value, rel=1e-5)
-        else:
-            assert short is None
+@given(SERIES, st.integers(5, 400), st.sampled_from([1.0, 1e-200, 1e200]))
+def test_sent_numbers_have_six_digits(values: dict[int, float], points: int, scale: float) -> None:
+    series = [values[step] * scale for step in sorted(values)]
+    plot = overlay([view_of("a", sorted(values), series, points)])
+    sent = unpack(packed({"loss": plot, "lr": plot}, ["b"]))
+    assert sent["pending"] == ["b"]
+    for read in (sent["plots"]["loss"], sent["plots"]["lr"]):
+        assert read["steps"] == plot.steps.tolist()
+        columns = [(read["lines"]["a"], plot.lines["a"])] if "a" in plot.lines else []
+        assert (read["means"] is None) == (plot.means is None)
+        columns += [] if plot.means is None else [(read["means"]["a"], plot.means["a"])]
+        for got, want in columns:
+            for short, value in zip(got, want.tolist(), strict=True):
+                assert short is None if math.isnan(value) else short == pytest.approx(value, rel=1e-6)

@@ -1,17 +1,23 @@
 """What pages ask for: from good runs, broken ones, and runs that are gone."""
 
+import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packed_plots import unpack
 from PIL import Image
 from starlette.testclient import TestClient
 from written_runs import STARTUP_NS, STEP_NS, WALL, falling, lines, opening, step, write_broken_run, write_run
 
+from headway.dashboard import recorded, sheets
 from headway.data import BuildOptions, build_dataset
 from headway.data.media.build import MediaOptions, build_media
+from headway.track import RunFolder
+from headway.track.registry import add_note, tag
+from headway.track.store import Labels, compact, read_labels, write_labels
 
 OF_A_RUN = ["run", "ledger", "recipe", "logs", "stacks", "samples", "rollouts", "compare"]
 
@@ -20,6 +26,19 @@ def ask(client: TestClient, path: str, status: int = 200, **params: Any) -> Any:
     answer = client.get(f"/api/{path}", params=params)
     assert answer.status_code == status, answer.text
     return answer.json()
+
+
+def write_checkpoint(run: RunFolder, number: int, digest: str) -> None:
+    folder = run.checkpoints / f"step-{number:08d}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "step": number, "digest": digest}))
+
+
+def plots(client: TestClient, **params: Any) -> dict[str, Any]:
+    answer = client.get("/api/series", params=params)
+    assert answer.status_code == 200, answer.text
+    document: dict[str, Any] = unpack(answer.content)["plots"]
+    return document
 
 
 def test_list_has_every_run_with_its_numbers(client: TestClient, runs: Path) -> None:
@@ -103,7 +122,7 @@ def test_incidents_have_the_step_before_them(client: TestClient, runs: Path) -> 
     assert [incident["step"] for incident in incidents] == [5, 3]
     assert "killed by signal 9" in incidents[0]["text"]
     assert "resumed after step 3, 2 steps to redo" in incidents[1]["text"]
-    plot = ask(client, "series", run="restarted", key="loss")["plots"]["loss"]
+    plot = plots(client, run="restarted", key="loss")["loss"]
     assert plot["steps"] == list(range(1, 8))
     assert plot["lines"]["restarted"][3:] == [1.0] * 4
 
@@ -150,7 +169,7 @@ def test_unknown_runs_are_a_sentence(client: TestClient, runs: Path) -> None:
     for path in ("run", "ledger", "recipe", "logs", "stacks", "samples", "rollouts", "compare"):
         answer = ask(client, path, 404, run="none")
         assert "no run 'none'" in answer["error"]
-    assert ask(client, "series", run="none", key="loss")["plots"]["loss"]["lines"] == {}
+    assert plots(client, run="none", key="loss")["loss"]["lines"] == {}
     assert ask(client, "run", 404, run="last")["error"]
 
 
@@ -161,7 +180,7 @@ def test_run_that_is_deleted_while_pages_are_open(client: TestClient, runs: Path
     shutil.rmtree(folder)
     for path in ("run", "ledger", "logs", "samples"):
         assert ask(client, path, 404, run="going")["hint"] == "it may have been renamed or deleted"
-    assert ask(client, "series", run="going", key="loss")["plots"]["loss"]["lines"] == {}
+    assert plots(client, run="going", key="loss")["loss"]["lines"] == {}
     assert ask(client, "runs")["runs"] == []
 
 
@@ -174,16 +193,34 @@ def test_broken_run_shows_what_it_can(client: TestClient, runs: Path) -> None:
         assert answer.status_code in (200, 404, 500), path
         if answer.status_code != 200:
             assert answer.json()["error"]
-    plot = ask(client, "series", run="broken", key="loss")["plots"]["loss"]
+    plot = plots(client, run="broken", key="loss")["loss"]
     assert plot["lines"]["broken"][:5] == [pytest.approx(value, rel=1e-5) for value in falling(5)]
     assert any("unreadable" in text for text in ask(client, "ledger", run="broken")["warnings"])
     assert ask(client, "models")["models"][0]["checkpoints"][0]["digest"] is None
     ask(client, "datasets")
 
 
+def test_records_not_yet_compacted_are_drawn_one_after_the_other(
+    client: TestClient, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer waits for one record at most, however many there are, and says what is still to come."""
+    monkeypatch.setattr(recorded, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(compact, "BEHIND_BYTES", 100)
+    names = ["a", "b", "c"]
+    for name in names:
+        write_run(runs, name, falling(9))
+    drawn = []
+    for pending in (2, 1, 0):
+        answer = unpack(client.get("/api/series", params={"run": names, "key": "loss"}).content)
+        assert len(answer["pending"]) == pending
+        drawn.append(set(answer["plots"]["loss"]["lines"]))
+        assert drawn[-1] | set(answer["pending"]) == set(names)
+    assert [len(lines) for lines in drawn] == [1, 2, 3]
+
+
 def test_losses_that_are_no_numbers_are_gaps(client: TestClient, runs: Path) -> None:
     write_run(runs, "nan", [1.0, None, 3.0])
-    plot = ask(client, "series", run="nan", key="loss")["plots"]["loss"]
+    plot = plots(client, run="nan", key="loss")["loss"]
     assert plot["lines"]["nan"] == [1.0, None, 3.0]
 
 
@@ -196,11 +233,73 @@ def test_wrong_questions_are_refused(client: TestClient, params: dict[str, Any])
     assert ask(client, "series", 400, **params)["error"]
 
 
-def test_dataset_of_images_names_the_command_that_draws_them(client: TestClient, tmp_path: Path) -> None:
-    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+def test_clips_of_a_dataset_have_a_contact_sheet(client: TestClient, tmp_path: Path) -> None:
+    for name, color, half in (("red", (255, 0, 0), (32, 32)), ("blue", (0, 0, 255), (64, 16))):
+        image = Image.new("RGB", (64, 32), "white")
+        image.paste(color, (0, 0, *half))
+        image.save(tmp_path / f"{name}.png")
     build_media(tmp_path / "data" / "pictures", [str(tmp_path / "*.png")], MediaOptions("image"))
     (dataset,) = ask(client, "datasets")["datasets"]
-    assert dataset["problem"].startswith("1 image: headway data show ")
+    assert (dataset["kind"], dataset["documents"], dataset["media"]) == ("image", 2, True)
+    page = ask(client, "dataset", id=dataset["id"])
+    assert {clip["name"]: (clip["width"], clip["height"]) for clip in page["clips"]} == {
+        "red.png": (64, 32), "blue.png": (64, 32),
+    }  # fmt: skip
+    answer = client.get("/sheet", params={"id": dataset["id"]})
+    assert answer.headers["content-type"] == "image/png"
+    drawn = {color for _, color in Image.open(io.BytesIO(answer.content)).convert("RGB").getcolors(1 << 20) or []}
+    assert {(255, 0, 0), (0, 0, 255)} <= drawn
+    assert client.get("/sheet", params={"id": "none"}).status_code == 400
+
+
+def test_clip_that_ends_its_decoder_is_a_sentence(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (64, 32), "red").save(tmp_path / "red.png")
+    build_media(tmp_path / "data" / "pictures", [str(tmp_path / "*.png")], MediaOptions("image"))
+    (dataset,) = ask(client, "datasets")["datasets"]
+    monkeypatch.setattr(sheets.sys, "executable", "/bin/false")
+    answer = client.get("/sheet", params={"id": dataset["id"]})
+    assert answer.status_code == 500
+    assert "could not be drawn" in answer.json()["error"]
+
+
+def test_labels_are_those_of_the_command_line(client: TestClient, runs: Path) -> None:
+    folder = RunFolder(write_run(runs, "good", falling(3)))
+    write_labels(folder, Labels(("old", "kept"), "before", archived=True))
+    change = {"tags": ["kept", "new"], "note": "better\x1b[31m <b>"}
+    answer = client.post("/api/labels", params={"run": "good"}, json=change)
+    assert answer.status_code == 200, answer.text
+    labels = read_labels(folder)
+    assert labels.tags == ("kept", "new")
+    assert "\x1b" not in labels.note
+    assert labels.archived
+    assert ask(client, "run", run="good")["tags"] == ["kept", "new"]
+    for wrong in ({"tags": ["a b"], "note": ""}, {"tags": []}, {"tags": [], "note": "x" * 3000}):
+        assert client.post("/api/labels", params={"run": "good"}, json=wrong).status_code == 400
+    assert client.post("/api/labels", params={"run": "../good"}, json=change).status_code == 404
+    assert read_labels(folder) == labels
+
+
+def test_names_and_lineage_of_models(client: TestClient, runs: Path) -> None:
+    parent = RunFolder(write_run(runs, "parent", falling(3)))
+    write_checkpoint(parent, 3, "a" * 32)
+    recipe = json.loads(parent.recipe_file.read_text())
+    recipe["model"]["init"] = str(parent.checkpoints / "step-00000003")
+    write_run(runs, "child", falling(3), recipe=recipe)
+    tag(runs, "prod", parent, 3, "a" * 32)
+    add_note(runs, "prod", "the first")
+    (name,) = ask(client, "models")["names"]
+    assert (name["name"], name["run"], name["step"], name["here"]) == ("prod", "parent", 3, True)
+    assert [note["text"] for note in name["notes"]] == ["the first"]
+    lineage = ask(client, "lineage", of="parent@3")
+    assert [branch["name"] for branch in lineage["came_from"]] == ["parent"]
+    assert {(branch["kind"], branch["name"]) for branch in lineage["became"]} == {("run", "child"), ("name", "prod")}
+    assert [branch["name"] for branch in ask(client, "lineage", of="prod")["came_from"]] == ["parent@3"]
+    shutil.rmtree(parent.checkpoints)
+    assert ask(client, "models")["names"][0]["here"] is False
+    for wrong in ("none", "parent@9", "..", str(runs / "parent"), "../runs/parent"):
+        assert ask(client, "lineage", 404, of=wrong)["error"]
 
 
 def test_dataset_shows_what_the_loss_counts(client: TestClient, runs: Path, tmp_path: Path) -> None:

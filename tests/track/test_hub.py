@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,9 +14,13 @@ from urllib.parse import unquote, urlsplit
 
 import huggingface_hub.constants
 import huggingface_hub.hf_api
+import numpy as np
 import pytest
+from safetensors.numpy import load, save
+from typer.testing import CliRunner
 
 from headway.agent.launch.prepare import resolve_model
+from headway.cli.checkpoint import app as checkpoint_app
 from headway.cli.model_process import model_of
 from headway.data import BuildOptions, build_dataset
 from headway.errors import ModelError, UsageError
@@ -188,3 +194,58 @@ def test_paths_outside_of_the_cache_are_not_the_hubs() -> None:
     assert hub_of("/a/b") is None
     assert hub_of(f"/c/models--org--a-b/snapshots/{FIRST}/x.json") == f"hf:org/a-b@{FIRST}"
     assert hub_of(f"/c/models--gpt2/snapshots/{FIRST}") == f"hf:gpt2@{FIRST}"
+
+
+def tiny_weights() -> bytes:
+    """Weights of the tiny Llama of `model_files`, all different."""
+    shapes = {"model.embed_tokens.weight": (64, 32), "model.norm.weight": (32,)}
+    for layer in range(2):
+        parts = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32),
+                 "self_attn.o_proj": (32, 32), "mlp.gate_proj": (64, 32), "mlp.up_proj": (64, 32),
+                 "mlp.down_proj": (32, 64), "input_layernorm": (32,), "post_attention_layernorm": (32,)}  # fmt: skip
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
+    draw = np.random.default_rng(0)
+    return save({name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()})
+
+
+def headway(hub: Any, home: Path, *words: str) -> Any:
+    """Run a command as a user does, with the Hub's address and cache in the environment only."""
+    env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(home),
+           "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, "-m", "headway", *words, "--json"], env=env, cwd=home, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_commands_take_addresses_and_the_environment_says_where_the_hub_is(hub: Any, tmp_path: Path) -> None:
+    files = {**model_files(), "model.safetensors": tiny_weights()}
+    hub.files["models", "org/tiny"] = {FIRST: files}
+    plan = headway(hub, tmp_path, "plan", "hf:org/tiny", "--serve", "--on", "h200x1", "--prompt", "8", "--output", "8")
+    assert plan["name"] == f"hf:org/tiny@{FIRST}"
+    assert plan["model"]["dim"] == 32
+    imported = headway(hub, tmp_path, "checkpoint", "import", f"hf:org/tiny@{FIRST}", "--runs", str(tmp_path / "runs"))
+    assert imported["run"] == "tiny"
+    assert imported["tensors"] == 20
+    assert not [path for path in hub.asked if "pytorch_model" in path or "modeling" in path]
+
+
+def test_base_of_adapters_may_be_on_the_hub(hub: Any, tmp_path: Path) -> None:
+    hub.files["models", "org/tiny"] = {FIRST: {**model_files(), "model.safetensors": tiny_weights()}}
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    adapter = {name.format("A"): np.ones((2, 32), np.float32), name.format("B"): np.ones((32, 2), np.float32)}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "bias": "none",
+              "layers_to_transform": [0], "base_model_name_or_path": "elsewhere", "task_type": "CAUSAL_LM"}  # fmt: skip
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(save(adapter))
+    out = tmp_path / "out"
+    result = CliRunner().invoke(checkpoint_app, ["merge", str(folder), str(out), "--base", "hf:org/tiny", "--json"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    merged = {key: value for path in out.glob("*.safetensors") for key, value in load(path.read_bytes()).items()}
+    base = load(tiny_weights())
+    key = "model.layers.0.self_attn.q_proj.weight"
+    np.testing.assert_allclose(merged[key], base[key] + 2.0, rtol=1e-6)  # 1 @ 1 over rank 2, scaled by 2 / 2
+    np.testing.assert_array_equal(merged["model.norm.weight"], base["model.norm.weight"])

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from conftest import Lab
 from headway.cli.checkpoint import app as checkpoint_app
-from headway.errors import UsageError
+from headway.errors import RunError, UsageError
 from headway.recipe import Recipe
 from headway.track import RunFolder
 from headway.track.lineage import Branch, Graph, Node, collect, find, tree
@@ -89,3 +89,21 @@ def test_damaged_records_are_left_out(tmp_path: Path) -> None:
     for what in ("nothing/here", str(tmp_path)):
         with pytest.raises(UsageError):
             find(graph, tmp_path, what)
+
+
+def test_step_that_was_never_saved_is_an_error_and_a_removed_one_is_gone(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "demo")
+    run.events.mkdir(parents=True)
+    for step in (10, 20):
+        folder = run.checkpoints / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text('{"digest": "aa"}')
+    tag(tmp_path, "prod", run, 10, "aa")
+    (run.checkpoints / "step-00000010" / "manifest.json").unlink()
+    graph = collect(tmp_path)
+    assert graph.nodes[find(graph, tmp_path, "demo@10")].facts["missing"]
+    assert "missing" not in graph.nodes[find(graph, tmp_path, "demo@20")].facts
+    with pytest.raises(RunError, match="no record of a checkpoint of step 30") as caught:
+        find(graph, tmp_path, "demo@30")
+    assert caught.value.usage
+    assert str(caught.value.hint).startswith("recorded: demo@")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.cli.model_names import list_names
 from headway.errors import RunError, UsageError
 from headway.state.write_checkpoint import prune
 from headway.track import RunFolder, split_ref
@@ -120,3 +121,16 @@ def test_every_way_to_name_a_model_takes_a_name(tmp_path: Path, monkeypatch: pyt
     assert _find_checkpoint("prod", tmp_path).address == path
     assert adapters_of(["a=prod"], "m", tmp_path) == {"a": path}
     assert run_id(run) == json.loads((tmp_path / FILE).read_bytes())["names"]["prod"]["run_id"]
+
+
+def test_list_marks_names_whose_checkpoints_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    tag(tmp_path, "here", run, 20, "aa")
+    tag(tmp_path, "lost", run, 10, "bb")
+    (run.checkpoints / "step-00000010" / "manifest.json").unlink()
+    list_names(tmp_path, json=False)
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "demo-1@10 gone" in rows["lost"]
+    assert "gone" not in rows["here"]
+    list_names(tmp_path, json=True)
+    assert {row["name"]: row["gone"] for row in json.loads(capsys.readouterr().out)} == {"here": False, "lost": True}

@@ -135,12 +135,12 @@ def test_taken_name_suggests_resume_only_where_it_works(tmp_path, outcome, comma
         assert caught.value.exit_status == 2
         return caught.value.hint or ""
 
-    assert (command in hint()) if command else hint() == "choose another name, such as --name r-2"
+    assert (command in hint()) if command else hint() == "choose another name, such as r-2"
     with lock_run(run):
         assert "headway stop r" in hint()
     if outcome is None:
         (run.path / "jobs.jsonl").write_text("")
-        assert hint() == "choose another name, such as --name r-2", "an engine will start it"
+        assert hint() == "choose another name, such as r-2", "an engine will start it"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_taken_name_suggests_a_free_one_that_is_accepted(tmp_path, taken, free):
         create_run(tmp_path, "x", name)
     with pytest.raises(RunError) as refused:
         create_run(tmp_path, "x", taken[0])
-    assert f"--name {free}" in (refused.value.hint or "")
+    assert f"such as {free}" in (refused.value.hint or "")
     assert create_run(tmp_path, "x", free).name == free
 
 

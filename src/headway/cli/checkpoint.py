@@ -46,6 +46,7 @@ from headway.state.peft import (
 )
 from headway.state.store_checkpoint import StoreCheckpoint, list_remote, owner_of
 from headway.track import RunFolder, command, find_run, read_recipe, runs_root, split_ref
+from headway.track.hub import is_hub, local_folder, local_model, parse_hub
 from headway.track.lineage import record_export
 
 app = typer.Typer(help="List, verify, compare, export, merge and import checkpoints.", no_args_is_help=True)
@@ -224,18 +225,21 @@ def merge_command(
         typer.Argument(
             metavar="RUN[@STEP]|ADAPTER",
             autocompletion=complete_run,
-            help="A run with adapters and a step, or a folder of adapters in PEFT's format.",
+            help="A run with adapters and a step, or a folder of adapters in PEFT's format, or hf:org/name.",
         ),
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create.")],
     base: Annotated[
         Path | None,
-        typer.Option("--base", metavar="FOLDER", help="Base of a folder of adapters (default: the one it names)."),
+        typer.Option(
+            "--base", metavar="FOLDER", help="Base of a folder of adapters (default: the one it names), or hf:org/name."
+        ),
     ] = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
     """Merge adapters (lora) into their base, as a Hugging Face folder."""
+    source = local_model(source)
     if is_adapter_folder(Path(source)):
         merge = _merge_of_folder(Path(source), base)
     elif base is None:
@@ -267,7 +271,9 @@ def merge_command(
 
 @app.command("import")
 def import_command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with config.json and *.safetensors.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder with config.json and *.safetensors, or hf:org/name.")
+    ],
     name: Annotated[
         str | None, typer.Option("--name", metavar="RUN", help="Name of the new run (default: the folder's name).")
     ] = None,
@@ -278,6 +284,8 @@ def import_command(
 
     Sample from it, export it, or start other runs from it with model.init.
     """
+    name = name or _run_name(folder)
+    folder = local_folder(folder)
     model = read_model(folder)
     weights = stored_weights(folder, model)
     seq, end_id = _length_and_end(folder)
@@ -286,7 +294,7 @@ def import_command(
     with progress_bar("importing", quiet=json) as progress:
         run_folder = import_run(
             runs_root(runs),
-            name or _run_name(folder),
+            name,
             model,
             weights,
             source=source,
@@ -542,7 +550,7 @@ def _merge_of_run(checkpoint: NamedCheckpoint) -> _Merge:
 
 
 def _merge_of_folder(folder: Path, base: Path | None) -> _Merge:
-    base = base or base_of_adapter(folder)
+    base = base_of_adapter(folder) if base is None else local_folder(base)
     model = read_model(base)
     adapter = read_adapter(folder, model)
     if adapter.base is not None:
@@ -611,4 +619,5 @@ def _length_and_end(folder: Path) -> tuple[int, int | None]:
 
 def _run_name(folder: Path) -> str:
     """Return a run name made from a folder's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-")[:64] or "imported"
+    name = parse_hub(str(folder)).repo.rpartition("/")[2] if is_hub(str(folder)) else folder.resolve().name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:64] or "imported"

@@ -8,11 +8,13 @@ import typer
 from pydantic_core import to_json
 
 from headway.cli.options import Json, Runs, complete_run
+from headway.cli.run_sync import say_which
 from headway.cli.text import columns, next_line, print_json, printable, shortened, wrap_lines
 from headway.errors import UsageError
-from headway.track import RunFolder, command, read_run, runs_root
+from headway.track import RunFolder, command, find_run, read_run, runs_root
 from headway.track.differences import read_conditions
-from headway.track.store.comparison import OUTCOMES, ManyComparison, Outcome, compare_many, read_outcomes
+from headway.track.own_code import code_file
+from headway.track.store.comparison import OUTCOMES, SPEEDS, ManyComparison, Outcome, compare_many, read_outcomes
 from headway.track.store.edits import match_runs
 
 NARROWEST = 8
@@ -33,12 +35,15 @@ def compare(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Compare runs: what differs in recipe, data, workers and environment, and their metrics side by side.
+    """Compare runs: what differs in recipe, code, data, workers and environment, and their metrics side by side.
 
     A cause is named only where exactly one key differs. `headway diff` compares two runs bit for bit.
     """
     root = runs_root(runs)
     folders = match_runs(root, names)
+    for name in names:
+        if not any(character in name for character in "*?["):
+            say_which(name, find_run(root, name))
     if len(folders) < 2:
         raise UsageError("compare needs at least two runs", hint="headway compare RUN RUN")
     comparison = ManyComparison(
@@ -52,7 +57,7 @@ def compare(
         cause = None if comparison.cause is None else comparison.cause.key
         print_json(asdict(comparison) | {"cause": cause, "sentence": comparison.sentence})
         return
-    print("\n".join(_lines(comparison)))
+    print("\n".join([*_lines(comparison), *_code_lines(comparison, folders)]))
     print(next_line(_next(root, folders)))
 
 
@@ -66,7 +71,17 @@ def _lines(comparison: ManyComparison) -> list[str]:
     rows = [["differs", *comparison.runs]]
     rows += [[_label(item.kind, item.key), *map(_shown, item.values)] for item in comparison.differences]
     rows += [[_outcome_label(outcome), *_numbers(outcome)] for outcome in comparison.outcomes]
-    return [*_table(rows), *wrap_lines(comparison.sentence)]
+    speeds = [outcome.key for outcome in comparison.outcomes if outcome.key in SPEEDS]
+    noise = ["speeds vary with the load of the machine, too"] if speeds and comparison.cause is not None else []
+    return [*_table(rows), *wrap_lines(comparison.sentence), *noise]
+
+
+def _code_lines(comparison: ManyComparison, folders: Sequence[RunFolder]) -> list[str]:
+    """Return the command that shows how code differs, for two runs."""
+    modules = [item.key for item in comparison.differences if item.kind == "code"]
+    if len(folders) != 2:
+        return []
+    return [f"code: diff -u {' '.join(str(code_file(folder, module)) for folder in folders)}" for module in modules]
 
 
 def _label(kind: str, key: str) -> str:
@@ -85,8 +100,14 @@ def _numbers(outcome: Outcome) -> list[str]:
         if value is None or first is None:
             cells.append("-" if value is None else f"{value:.4g}")
         else:
-            cells.append(f"{value:.4g} ({value - first:+.2g})")
+            cells.append(f"{value:.4g} ({_signed(value - first)})")
     return cells
+
+
+def _signed(difference: float) -> str:
+    """Return a difference in two digits, without an exponent where that is short: -920, +0.0081."""
+    text = f"{difference:+.2g}"
+    return f"{float(text):+,.0f}" if "e" in text and 1 <= abs(difference) < 1e7 else text
 
 
 def _shown(value: Any) -> str:

@@ -63,12 +63,13 @@ def _explain_step(run: RunFolder, explainer: Explainer, step: int, json: bool) -
     corpus = explainer.corpus
     batch, seq = corpus.recipe.train.batch_at(step), corpus.recipe.data.seq
     when = "" if step <= reached else f" (not done yet: the run is at step {reached:,})"
-    print(f"{run.name} step {step:,}: {plural(batch, 'row')} of {seq:,} tokens, {plural(len(seen), 'part')}{when}")
+    print(f"{run.name} step {step:,}: {plural(batch, 'row')} of {seq:,} tokens and the next one, "
+          f"{plural(len(seen), 'part')}{when}")  # fmt: skip
     versions = (f"{name} {dataset.version}" for name, dataset in zip(corpus.names, corpus.datasets, strict=True))
     print(f"data {', '.join(versions)}\n")
     print(f"{'row':>5}  {'document':>10}  {'tokens':>15}  source")
     for part in seen:
-        where = f"{part.first:,}-{part.end:,}"
+        where = f"{part.first:,}-{part.end - 1:,}"
         print(f"{part.row:>5}  {part.document:>10,}  {where:>15}  {_source(explainer, part, columns() - 36)}")
     if any(part.origin is None for part in seen):
         print("\nno index of sources: this data was built before it, or of chats; text is shown")

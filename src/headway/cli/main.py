@@ -43,7 +43,7 @@ VERBS: dict[str, dict[str, str]] = {
         "checkpoint": "List, verify, compare, export and import checkpoints",
     },
     "Inspect runs": {
-        "runs": "List and query runs; tag, note, rename, delete",
+        "runs": "List, query and label runs; results of sweeps",
         "ps": "List active runs and processes on this machine",
         "report": "Show where every device-second of a run went",
         "metrics": "Print, plot or export metrics of runs",

@@ -102,7 +102,9 @@ def _plot(folders: Sequence[RunFolder], key: str, file: str | None, root: Path, 
         print(f"{file}: {key} of {plural(len(drawn), 'run')}")
     else:
         print(key)
-        print("\n".join([*draw(drawn, width, ascii_only=ascii_only), *_legend(drawn, ascii_only)]))
+        # Lines of dots look alike: a few runs have a mark each; of many, the dots show the whole.
+        marked = ascii_only or 1 < len(drawn) <= len(MARKS)
+        print("\n".join([*draw(drawn, width, ascii_only=marked), *_legend(drawn, marked)]))
     if missing:
         print(f"note: no {key} in {first_names(missing)}", file=sys.stderr)
     names_shown = " ".join(view.run for view in drawn[:2])
@@ -114,10 +116,10 @@ def _document(view: SeriesView) -> dict[str, Any]:
     return {"run": view.run, "width": view.width, **arrays}
 
 
-def _legend(views: Sequence[SeriesView], ascii_only: bool) -> list[str]:
+def _legend(views: Sequence[SeriesView], marked: bool) -> list[str]:
     """Return each line's mark, run and last value."""
     shown = views[:LEGEND]
-    marks = [MARKS[index % len(MARKS)] if ascii_only else "-" for index in range(len(shown))]
+    marks = [MARKS[index % len(MARKS)] if marked else "-" for index in range(len(shown))]
     rows = [
         f"  {mark} {view.run}  {view.mean[-1]:.5g} from step {view.steps[-1]:,} on"
         for mark, view in zip(marks, shown, strict=True)

@@ -3,11 +3,11 @@
 import time
 from pathlib import Path
 
-from headway.cli.text import plural, print_json, shortened
+from headway.cli.text import columns, plural, print_json, shortened
 from headway.errors import UsageError
 from headway.state import find_checkpoint, open_checkpoint
 from headway.track import find_run, split_ref
-from headway.track.registry import RegisteredModel, add_note, as_document, read_registry, remove_name, tag
+from headway.track.registry import RegisteredModel, add_note, as_document, is_gone, read_registry, remove_name, tag
 
 
 def tag_checkpoint(root: Path, model: str, name: str, note: str | None, json: bool) -> None:
@@ -33,9 +33,9 @@ def list_names(root: Path, json: bool) -> None:
     """Print all names."""
     names = read_registry(root)
     if json:
-        print_json([as_document(name, names[name]) for name in sorted(names)])
+        print_json([as_document(name, names[name]) | {"gone": is_gone(root, names[name])} for name in sorted(names)])
     elif names:
-        print("\n".join(_rows(names)))
+        print("\n".join(_rows(root, names)))
     else:
         print(f"no model in {root} has a name")
         print("next: headway model tag RUN@STEP NAME")
@@ -59,17 +59,19 @@ def remove_named(root: Path, name: str, json: bool) -> None:
         print(f"{name} was {entry.run}@{entry.step}, which no longer has this name")
 
 
-def _rows(names: dict[str, RegisteredModel]) -> list[str]:
+def _rows(root: Path, names: dict[str, RegisteredModel]) -> list[str]:
     table = [("name", "model", "since", "note")]
     for name, entry in sorted(names.items()):
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.at))
         note = " ".join(entry.notes[-1].text.split()) if entry.notes else ""
-        table.append((name, f"{entry.run}@{entry.step}", since, _printable(note)))
+        table.append(
+            (name, f"{entry.run}@{entry.step}{' gone' if is_gone(root, entry) else ''}", since, _printable(note))
+        )
     widths = [max(len(row[column]) for row in table) for column in range(3)]
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in table
     ]
-    return [shortened(line.rstrip(), 80) for line in lines]
+    return [shortened(line.rstrip(), columns()) for line in lines]
 
 
 def _printable(text: str) -> str:

@@ -58,6 +58,7 @@ from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.sample_tokens import with_sample_tokens
 from headway.state.address import is_in_store
 from headway.track import runs_root
+from headway.track.hub import local_folder
 
 POOR = 0.25
 """Mean error above which a calibration is reported as poor."""
@@ -79,7 +80,9 @@ VOCABULARY_MULTIPLE = 64
 def plan(
     recipe: Annotated[
         Path | None,
-        typer.Argument(help="A recipe in TOML; with --serve also a Hugging Face folder, a config.json or a run."),
+        typer.Argument(
+            help="A recipe in TOML; with --serve also a Hugging Face folder, hf:org/name, a config.json or a run."
+        ),
     ] = None,
     on: Annotated[
         str | None,
@@ -404,6 +407,7 @@ def _serve(
     what = config or source
     if what is None:
         raise UsageError("nothing to plan", hint="headway plan RECIPE|FOLDER|RUN --serve --on h200x1")
+    what = local_folder(what)
     is_config = what.suffix == ".json" or (what / "config.json").is_file() or config is not None
     is_recipe = not is_config and (what.is_file() or what.suffix == ".toml")
     if settings and not is_recipe:

@@ -20,6 +20,7 @@ from headway.recipe import Recipe
 from headway.recipe.huggingface import stored_dtype
 from headway.state.hf_sidecars import longest_sequence, original_config
 from headway.track import RunFolder, find_run, read_recipe, runs_root, split_ref
+from headway.track.hub import hub_of
 
 PROMPT, OUTPUT = 1000, 300
 SEQUENCES = 256
@@ -49,7 +50,7 @@ def model_of_config(path: Path) -> ServedModel:
     longest = (config.get("text_config") or config).get("max_position_embeddings")
     folder = file.resolve().parent
     return ServedModel(
-        folder.name if file.name == "config.json" else file.stem,
+        hub_of(path) or (folder.name if file.name == "config.json" else file.stem),
         architecture,
         stored_dtype(config) or "float32",
         longest if isinstance(longest, int) else None,

@@ -4,12 +4,13 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from headway.errors import RunError, UsageError
+from headway.errors import UsageError
 from headway.track.store import SeriesView
 
 MARKS = "ox+*#@%&"
-"""Of lines, in ASCII, and beside their names."""
+"""Of lines in plain characters, and beside their names."""
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of the dots of a braille character, by row and column."""
 HEIGHT, LABEL = 14, 9
@@ -62,15 +63,17 @@ def _rasterize(
     view: SeriesView, first: int, last: int, low: float, high: float, columns: int, rows: int
 ) -> dict[int, tuple[int, int]]:
     """Return the dots of a line: by column, its lowest and highest row from the top."""
-    spans: dict[int, tuple[int, int]] = {}
-    for step, a, b in zip(view.steps.tolist(), view.minimum.tolist(), view.maximum.tolist(), strict=True):
-        if not (math.isfinite(a) and math.isfinite(b)):
-            continue
-        column = round((step - first) / max(1, last - first) * (columns - 1))
-        top, bottom = (round((high - value) / (high - low) * (rows - 1)) for value in (b, a))
-        before = spans.get(column, (top, bottom))
-        spans[column] = min(before[0], top), max(before[1], bottom)
-    return spans
+    import numpy as np
+
+    known = np.isfinite(view.minimum) & np.isfinite(view.maximum)
+    places = np.rint((view.steps[known] - first) / max(1, last - first) * (columns - 1)).astype(np.int64)
+    tops, bottoms = (
+        np.rint((high - values[known]) / (high - low) * (rows - 1)).astype(np.int64)
+        for values in (view.maximum, view.minimum)
+    )
+    begins = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1]])) if len(places) else places
+    spans = zip(np.minimum.reduceat(tops, begins).tolist(), np.maximum.reduceat(bottoms, begins).tolist(), strict=True)
+    return dict(zip(places[begins].tolist(), spans, strict=True))
 
 
 def _ascii_rows(grids: Sequence[dict[int, tuple[int, int]]], columns: int, height: int) -> list[str]:
@@ -93,6 +96,23 @@ def _braille_rows(grids: Sequence[dict[int, tuple[int, int]]], columns: int, hei
 
 def save_picture(views: Sequence[SeriesView], key: str, path: Path) -> None:
     """Write a plot as PNG, SVG or PDF: means as lines, and the range of each bucket as a band."""
+    figure, axes = new_axes(path)
+    from matplotlib.ticker import MaxNLocator
+
+    for view in views:
+        (line,) = axes.plot(view.steps, view.mean, linewidth=1.2, label=view.run)
+        if view.width > 1:
+            axes.fill_between(view.steps, view.minimum, view.maximum, color=line.get_color(), alpha=0.35, linewidth=0.8)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
+    axes.set_ylabel(key)
+    if len(views) > 1:
+        axes.legend(frameon=False, fontsize="small", ncols=1 if len(views) <= 12 else 3)
+    save_figure(figure, path)
+
+
+def new_axes(path: Path) -> tuple[Any, Any]:
+    """Return a figure that can be written to a path, and its axes; raise UsageError if it cannot be."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"cannot plot into {path}", hint="the name ends in .png, .svg or .pdf")
     try:
@@ -103,16 +123,13 @@ def save_picture(views: Sequence[SeriesView], key: str, path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for view in views:
-        (line,) = axes.plot(view.steps, view.mean, linewidth=1.2, label=view.run)
-        if view.width > 1:
-            axes.fill_between(view.steps, view.minimum, view.maximum, color=line.get_color(), alpha=0.35, linewidth=0.8)
-    axes.set_xlabel("step")
-    axes.set_ylabel(key)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(views) > 1:
-        axes.legend(frameon=False, fontsize="small", ncols=1 if len(views) <= 12 else 3)
+    return figure, axes
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure."""
     try:
         figure.savefig(path)
     except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}", hint="choose another file") from error
+        raise UsageError(f"cannot write {path}: {error.strerror}", hint="choose another file") from error

@@ -50,7 +50,8 @@ def terminal_bars(*columns: str) -> "Progress":
         getattr(progress, f"{column}Column")() if column.isalpha() else progress.TextColumn(column)
         for column in columns
     ]
-    return progress.Progress(*kinds, console=Console(stderr=True), transient=True)
+    return progress.Progress(*kinds, console=Console(stderr=True), transient=True,
+                             disable=not sys.stderr.isatty())  # fmt: skip
 
 
 @contextmanager

@@ -61,7 +61,13 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
             check = None  # the CPU's speed is assumed: nothing to compare a measurement with
         peak = _facts(records).get("peak_source") or "the device's peak"
         warnings = [] if divergence is None else [f"warning: {divergence.text}"]
-        below = [*warnings, *_insights(insights), *_unreadable(records), *_corruption(replicas), *_evaluations(folder)]
+        below = [
+            *warnings,
+            *_insights(folder, insights),
+            *_unreadable(records),
+            *_corruption(replicas),
+            *_evaluations(folder),
+        ]
         print("\n".join(_text(folder, summarize(folder), ledger, check, exact, str(peak), below)))
 
 
@@ -91,10 +97,14 @@ def _text(
     return [*wrapped, f"next: {follow_up}"]
 
 
-def _insights(insights: list[Insight]) -> list[str]:
+def _insights(run: RunFolder, insights: list[Insight]) -> list[str]:
     """Return a line per thing that stands out, besides what the report has elsewhere."""
-    shown = [insight.text for insight in insights if insight.kind not in ("divergence", "below plan")]
-    return ["insights:", *(f"  {text}" for text in shown)] if shown else []
+    shown = [insight for insight in insights if insight.kind not in ("divergence", "below plan")]
+    lines = [f"  {insight.text}" for insight in shown]
+    spike = next((insight.step for insight in shown if insight.kind == "loss spike" and insight.step), None)
+    if spike is not None:
+        lines.append(f"  the documents behind it: {run.command('explain', str(spike))}")
+    return ["insights:", *lines] if lines else []
 
 
 def _unreadable(records: list[Record]) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import xxhash
 
-from headway.cluster.engines.submissions import last_submission
 from headway.errors import HeadwayError, RunError, UsageError
 from headway.track import RunFolder, find_run, read_recipe, summarize
 from headway.track.runs import RUN_NAME
@@ -21,6 +20,9 @@ def is_elsewhere(run: RunFolder) -> bool:
     """Whether a run was submitted to machines that do not share its folder here."""
     if not (run.path / "jobs.jsonl").exists():
         return False
+    # Pydantic and the engines: `headway runs` of runs on this machine does without.
+    from headway.cluster.engines.submissions import last_submission
+
     try:
         job = last_submission(run.path)
     except RunError:  # `headway jobs` reports what is wrong with the file
@@ -52,9 +54,16 @@ class RunSync:
 def find_up_to_date(root: Path, name: str) -> RunFolder:
     """Return the folder of a run, with what other machines have recorded so far."""
     run = find_run(root, name)
+    say_which(name, run)
     if summarize(run).state != "finished":
         RunSync(run).now()
     return run
+
+
+def say_which(ref: str, run: RunFolder) -> None:
+    """Say which run is meant by the beginning of a name: another one may have been."""
+    if ref not in ("last", run.name) and not ref.endswith(f"/{run.name}"):
+        print(f"note: {ref} is {run.name}", file=sys.stderr, flush=True)
 
 
 def fetch_all(url: str, progress: Callable[[int, int], None]) -> Path:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +13,12 @@ from headway.cli.options import Json, Run, Runs, complete_run
 from headway.cli.progress import Counting
 from headway.cli.run_sync import fetch_all, is_elsewhere
 from headway.cli.runs_view import column_table, run_table
+from headway.cli.sweep_results_view import show_importance, show_pareto
 from headway.cli.text import byte_size, first_names, next_line, plural, print_json, wrap_lines
 from headway.errors import UsageError
-from headway.track import FAILED, RunFolder, command, find_run, list_runs, runs_root
+from headway.track import FAILED, command, list_runs, runs_root
 from headway.track.store import (
+    Labels,
     Name,
     RunRow,
     change_note,
@@ -39,6 +41,14 @@ RunNames = Annotated[
         metavar="RUN...", autocompletion=complete_run, help="Runs: names, `last`, or patterns like 'demo-*'."
     ),
 ]
+
+SomeRuns = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN...]", autocompletion=complete_run, help="Runs: names, or patterns like 'grid-*'; by default all."
+    ),
+]
+Where = Annotated[str, typer.Option("--where", metavar="QUERY", help="Only runs that satisfy it.")]
 
 
 @app.callback()
@@ -100,9 +110,7 @@ def runs(
         table = column_table(rows, names, now) if names else run_table(rows)
         print("\n".join([*table, *_outdated(root, rows), *_set_aside(root), _next(root, where)]))
     else:
-        what = f"no run in {root} satisfies the query" if where else f"no runs in {root}"
-        follow_up = command(root, "runs") if where else command(root, "train RECIPE")
-        print("\n".join([what, *_set_aside(root), f"next: {follow_up}"]))
+        print("\n".join([*_none_listed(root, where, archived), *_set_aside(root)]))
 
 
 @app.command("tag")
@@ -114,11 +122,9 @@ def tag_command(
     json: Json = False,
 ) -> None:
     """Add tags to a run, or remove them."""
-    folder = find_run(runs_root(runs), run)
-    labels = read_labels(folder)
-    labels = change_tags(labels, remove=tags) if remove else change_tags(labels, add=tags)
-    write_labels(folder, labels)
-    _print_labels(folder, json, f"tags {', '.join(labels.tags) or 'none'}")
+    labels = _relabel(run, runs, json, lambda old: change_tags(old, **{"remove" if remove else "add": tags}))
+    if not json:
+        print(f"{run}: tags {', '.join(labels.tags) or 'none'}")
 
 
 @app.command("note")
@@ -129,9 +135,9 @@ def note_command(
     json: Json = False,
 ) -> None:
     """Replace a run's note."""
-    folder = find_run(runs_root(runs), run)
-    write_labels(folder, change_note(read_labels(folder), text))
-    _print_labels(folder, json, "note removed" if not text.strip() else "note written")
+    labels = _relabel(run, runs, json, lambda old: change_note(old, text))
+    if not json:
+        print(f"{run}: note {'written' if labels.note else 'removed'}")
 
 
 @app.command("rename")
@@ -168,6 +174,40 @@ def archive_command(
     print(next_line(command(runs_root(runs), "runs" if undo else "runs --archived")))
 
 
+@app.command("importance")
+def importance_command(
+    names: SomeRuns = None,
+    by: Annotated[
+        str, typer.Option("--by", metavar="KEY", help="The result: loss, min(eval_loss), or -mfu where more is better.")
+    ] = "loss",
+    where: Where = "",
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Show which keys of the recipe matter to a result, over the runs of a sweep.
+
+    The share is that of the variance between runs which a key's values explain, one key at a time.
+    """
+    show_importance(runs_root(runs), names or (), where, by, json)
+
+
+@app.command("pareto")
+def pareto_command(
+    names: SomeRuns = None,
+    by: Annotated[
+        str, typer.Option("--by", metavar="KEYS", help="Results: less is better, or with - more: loss,-tokens_per_s.")
+    ] = "loss,-tokens_per_s",
+    where: Where = "",
+    plot: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE", help="Plot two results into a .png, .svg or .pdf file.")
+    ] = None,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """List the runs of a sweep that no other run beats in all of some results."""
+    show_pareto(runs_root(runs), names or (), where, by, plot, json)
+
+
 @app.command("delete")
 def delete_command(
     names: RunNames,
@@ -192,11 +232,14 @@ def delete_command(
         print(f"deleted {what}")
 
 
-def _print_labels(run: RunFolder, json: bool, text: str) -> None:
+def _relabel(ref: str, runs: Path | None, json: bool, change: Callable[[Labels], Labels]) -> Labels:
+    """Change a run's labels; print and return them."""
+    run = find_whole(runs_root(runs), ref)
+    labels = change(read_labels(run))
+    write_labels(run, labels)
     if json:
-        print_json({"run": run.name, **asdict(read_labels(run))})
-    else:
-        print(f"{run.name}: {text}")
+        print_json({"run": run.name, **asdict(labels)})
+    return labels
 
 
 def _print_keys(root: Path, json: bool) -> None:
@@ -212,6 +255,17 @@ def _split(text: str) -> list[str]:
 def _document(row: RunRow, names: Sequence[tuple[str, Name]], now: float) -> dict[str, Any]:
     content = asdict(row.summary) | asdict(row.labels) | {"created": row.created}
     return content | ({"values": {text: value_of(row, name, now) for text, name in names}} if names else {})
+
+
+def _none_listed(root: Path, where: str, archived: bool) -> list[str]:
+    """Return that there are no runs, or why none is listed, and what to do next."""
+    hidden = 0 if archived else len(select_runs(root, where, archived=True))
+    if hidden:
+        which = f"all {plural(hidden, 'run')} in {root} {'that satisfy the query ' if where else ''}are archived"
+        return [*wrap_lines(which.replace("all 1 run in", "the only run in").replace(" are ", " is ")
+                            if hidden == 1 else which), next_line(command(root, "runs --archived"))]  # fmt: skip
+    what = f"no run in {root} satisfies the query" if where else f"no runs in {root}"
+    return [what, next_line(command(root, "runs") if where else command(root, "train RECIPE"))]
 
 
 def _next(root: Path, where: str) -> str:

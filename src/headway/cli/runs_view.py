@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from headway.cli.text import columns, duration, printable
+from headway.cli.text import columns, duration, printable, shortened
 from headway.track.store import Name, RunRow, value_of
 from headway.track.store.query import MOMENTS, Value
 
@@ -13,6 +13,8 @@ DROPPED = ("started", "took", "on", "loss")
 """Columns that narrow terminals go without, in this order."""
 LEFT = ("run", "state", "started")
 DURATIONS = ("took", "age")
+LEAST_NAME = 16
+"""Characters of a run's name that always show."""
 
 
 def run_table(rows: Sequence[RunRow]) -> list[str]:
@@ -45,7 +47,10 @@ def _date(wall: float | None) -> str:
 
 
 def column_table(rows: Sequence[RunRow], names: Sequence[tuple[str, Name]], now: float) -> list[str]:
-    """Return a table of the run, its state and the columns asked for; a narrow terminal goes without the state."""
+    """Return a table of the run, its state and the columns asked for.
+
+    A narrow terminal goes without the state, then with shortened names, then has a line per column.
+    """
     head = ["run", "state", *(text for text, _ in names)]
     table = [
         head,
@@ -54,14 +59,36 @@ def column_table(rows: Sequence[RunRow], names: Sequence[tuple[str, Name]], now:
             for row in rows
         ),
     ]
-    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
-    if sum(widths) + 2 * len(widths) - 2 > columns(200):
-        table, widths = [[row[0], *row[2:]] for row in table], [widths[0], *widths[2:]]
+    room = columns(200)
+    if _width(table) > room:
+        table = [[row[0], *row[2:]] for row in table]
+    over = _width(table) - room
+    if over > 0:  # long names are cut, as far as they can still be told apart
+        longest = max(LEAST_NAME, max(len(row[0]) for row in table) - over)
+        table = [[shortened(row[0], longest), *row[1:]] for row in table]
+    if _width(table) > room:
+        return [line for row in table[1:] for line in _block(table[0], row)]
+    widths = _widths(table)
     left = {0, *([1] if len(widths) > len(names) + 1 else [])}
     return [
         "  ".join(f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
         for row in table
     ]
+
+
+def _widths(table: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+
+
+def _width(table: Sequence[Sequence[str]]) -> int:
+    return sum(_widths(table)) + 2 * len(table[0]) - 2
+
+
+def _block(head: Sequence[str], row: Sequence[str]) -> list[str]:
+    """Return a row as lines, where there are more columns than fit."""
+    width = max(len(name) for name in head)
+    pairs = zip(head[1:], row[1:], strict=True)
+    return [row[0], *(shortened(f"  {name:{width}}  {cell}", columns()) for name, cell in pairs)]
 
 
 def _shown(name: Name, value: Value) -> str:

@@ -16,6 +16,9 @@ from headway.track import runs_root
 
 NEEDED = ("fastapi", "uvicorn")
 
+LEAST_KEY = 16
+"""Characters of a key."""
+
 
 def ui(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0 = any free one).")] = 8321,
@@ -40,10 +43,11 @@ def ui(
             f"{host} can be reached from other machines", hint="give --api-key-file, or leave --host at 127.0.0.1"
         )
     from headway.dashboard.app import make_app
-    from headway.dashboard.server import listen, new_token, serve
+    from headway.dashboard.server import new_token, serve
+    from headway.http_server import listen, read_key
 
     root = runs_root(runs)
-    token = new_token() if api_key_file is None else _key(api_key_file)
+    token = new_token() if api_key_file is None else read_key(api_key_file, LEAST_KEY)
     app = make_app(root, token, data=data, host=host)
     listener = listen(host, port)
     base = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
@@ -60,18 +64,6 @@ def ui(
             webbrowser.open(address)
 
     serve(app, listener, listening)
-
-
-def _key(file: Path) -> str:
-    try:
-        key = file.read_text().strip()
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from None
-    if len(key) < 16:
-        raise UsageError(
-            f"{file} has a key of {len(key)} characters", hint="use at least 16, for example openssl rand -hex 16"
-        )
-    return key
 
 
 def _is_loopback(host: str) -> bool:

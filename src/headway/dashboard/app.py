@@ -1,6 +1,7 @@
-"""The dashboard's routes. Every answer is computed from files when it is asked for; nothing is written."""
+"""The dashboard's routes. Every answer is computed from files when it is asked for; only labels of runs are written."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from threading import Event as StopEvent
 from typing import Annotated, Any
@@ -8,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
@@ -15,12 +17,15 @@ from headway import __version__
 from headway.dashboard import rollouts, run_page, samples
 from headway.dashboard.checkpoints import model_list
 from headway.dashboard.comparison import comparison
-from headway.dashboard.datasets import dataset_list, dataset_samples
+from headway.dashboard.datasets import dataset_list, dataset_samples, folder_of
 from headway.dashboard.guard import Guard
+from headway.dashboard.lineage import lineage_document, name_list
 from headway.dashboard.live import changes
 from headway.dashboard.recorded import RecordedRuns
-from headway.dashboard.series import overlay, rounded
+from headway.dashboard.series import Plot, overlay, packed
+from headway.dashboard.sheets import contact_sheet
 from headway.errors import HeadwayError, RunError, UsageError
+from headway.track.store import change_note, change_tags, read_labels, write_labels
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {
@@ -35,6 +40,13 @@ MOST_BUCKETS = 4000
 
 Run = Annotated[str, Query(max_length=200)]
 RunNames = Annotated[list[str], Query(max_length=MOST_RUNS)]
+
+
+class LabelChange(BaseModel):
+    """What a page says that a run's labels are."""
+
+    tags: Annotated[list[str], Field(max_length=50)]
+    note: str
 
 
 def make_app(root: Path, token: str, *, data: Path | None = None, host: str = "127.0.0.1") -> FastAPI:
@@ -90,8 +102,19 @@ def _add_runs(app: FastAPI, recorded: RecordedRuns) -> None:
         buckets: Annotated[int, Query(ge=10, le=MOST_BUCKETS)] = 600,
         first: int | None = None,
         last: int | None = None,
-    ) -> _Json:
-        return _Json({"plots": series_document(recorded, run, key, buckets, first, last)})
+    ) -> Response:
+        late = recorded.prepare(run)
+        ready = [name for name in run if name not in late]
+        plots = {name: read_plot(recorded, ready, name, buckets, first, last) for name in dict.fromkeys(key)}
+        return Response(packed(plots, late), media_type="application/octet-stream")
+
+    @app.post("/api/labels")
+    def labels(run: Run, change: LabelChange) -> _Json:
+        folder = recorded.find(run)
+        before = read_labels(folder)
+        after = change_tags(before, add=change.tags, remove=set(before.tags) - set(change.tags))
+        write_labels(folder, change_note(after, change.note))
+        return _Json(asdict(read_labels(folder)))
 
     @app.get("/api/compare")
     def compare(run: RunNames) -> _Json:
@@ -103,22 +126,14 @@ def _add_runs(app: FastAPI, recorded: RecordedRuns) -> None:
         return StreamingResponse(stream, media_type="text/event-stream")
 
 
-def series_document(
-    recorded: RecordedRuns, names: list[str], keys: list[str], buckets: int, first: int | None, last: int | None
-) -> dict[str, Any]:
-    """Return plots by metric; a run that is gone or lacks the metric is left out of them."""
+def read_plot(
+    recorded: RecordedRuns, names: list[str], key: str, buckets: int, first: int | None, last: int | None
+) -> Plot:
+    """Return a metric of several runs; a run that is gone or lacks the metric is left out."""
     if first is not None and last is not None:  # a little more, so that lines go to the edges
         margin = 2 + (last - first) // 10
         first, last = max(0, first - margin), last + margin
-    plots: dict[str, Any] = {}
-    for key in dict.fromkeys(keys):
-        shown = overlay(recorded.series(names, key, buckets, first, last))
-        plots[key] = {
-            "steps": shown.steps.tolist(),
-            "lines": {name: rounded(values) for name, values in shown.lines.items()},
-            "means": None if shown.means is None else {name: rounded(part) for name, part in shown.means.items()},
-        }
-    return plots
+    return overlay(recorded.series(names, key, buckets, first, last))
 
 
 def _add_files(app: FastAPI, recorded: RecordedRuns) -> None:
@@ -174,9 +189,17 @@ def _add_others(app: FastAPI, recorded: RecordedRuns, data: Path) -> None:
     def dataset(id: Annotated[str, Query(max_length=32)], first: Annotated[int, Query(ge=0)] = 0) -> _Json:
         return _Json(dataset_samples(recorded, data, id, first))
 
+    @app.get("/sheet")
+    def sheet(id: Annotated[str, Query(max_length=32)], first: Annotated[int, Query(ge=0)] = 0) -> Response:
+        return Response(contact_sheet(folder_of(recorded, data, id), first), media_type="image/png")
+
     @app.get("/api/models")
     def models() -> _Json:
-        return _Json({"models": model_list(recorded)})
+        return _Json({"models": model_list(recorded), **name_list(recorded)})
+
+    @app.get("/api/lineage")
+    def lineage(of: Run) -> _Json:
+        return _Json(lineage_document(recorded, of))
 
 
 def _add_pages(app: FastAPI, static: dict[str, tuple[bytes, str]]) -> None:
@@ -191,7 +214,7 @@ def _add_pages(app: FastAPI, static: dict[str, tuple[bytes, str]]) -> None:
 
     @app.get("/{path:path}")
     def page(path: str) -> Response:
-        if path.startswith(("api/", "files")):
+        if path.startswith(("api/", "files", "sheet")):
             raise HTTPException(404, f"no /{path}")
         content, media_type = static["index.html"]
         return Response(content, media_type=media_type)

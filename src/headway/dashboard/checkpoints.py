@@ -20,7 +20,7 @@ def model_list(recorded: RecordedRuns) -> list[dict[str, Any]]:
             recipe = read_json(run.recipe_file)
             rows.append({
                 "run": run.name,
-                "parent": parent_of(recipe, recorded),
+                "parent": parent_of(run, recipe, recorded),
                 "objective": (recipe.get("objective") or {}).get("kind"),
                 "adapters": isinstance(recipe.get("lora"), dict),
                 "checkpoints": checkpoints,

@@ -13,7 +13,8 @@ def comparison(recorded: RecordedRuns, names: Sequence[str]) -> dict[str, Any]:
     """Return the rows of runs, and what is not the same in all of them, with each run's value."""
     runs = {name: recorded.find(name) for name in names}
     differences = compare_many([_conditions(recorded, name) for name in names])
-    metrics = dict.fromkeys(key for run in runs.values() for key in recorded.metric_names(run))
+    late = set(recorded.prepare(names))
+    metrics = dict.fromkeys(key for name, run in runs.items() if name not in late for key in recorded.metric_names(run))
     verdict = ManyComparison(tuple(names), tuple(differences), ()).sentence
     return {
         "runs": [recorded.row(name) for name in names],
@@ -22,7 +23,7 @@ def comparison(recorded: RecordedRuns, names: Sequence[str]) -> dict[str, Any]:
             for difference in differences
         ],
         "metrics": list(metrics),
-        "verdict": verdict.partition(" (")[0] if len(differences) > 1 else verdict,
+        "verdict": verdict.partition(",")[0] if len(differences) > 1 else verdict,
     }
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from headway.dashboard.recorded import RecordedRuns, read_json
+from headway.dashboard.sheets import clip_page
 from headway.data import open_dataset
 from headway.data.chat_samples import ROLES
 from headway.data.manifest import MANIFEST, DatasetManifest, read_manifest
-from headway.data.media.manifest import read_media_manifest
+from headway.data.media.manifest import is_media, read_media_manifest
 from headway.data.prompts import PromptReader
 from headway.data.shards import Dataset
 from headway.errors import HeadwayError, UsageError
@@ -28,30 +29,44 @@ def dataset_list(recorded: RecordedRuns, data: Path) -> list[dict[str, Any]]:
         try:
             rows.append(row | _facts(read_manifest(folder)))
         except (HeadwayError, OSError) as error:
-            rows.append(row | {"problem": _media_facts(folder) or str(error)})
+            rows.append(row | (_media_facts(folder) or {"problem": str(error)}))
     return sorted(rows, key=lambda row: (-len(row["runs"]), row["path"]))
 
 
-def _media_facts(folder: Path) -> str | None:
-    """Return what is said of a dataset of images or video, whose samples are drawn on the command line."""
+def _media_facts(folder: Path) -> dict[str, Any] | None:
+    """Return the facts of a dataset of images or video; None for another folder."""
     try:
         manifest = read_media_manifest(folder)
     except (HeadwayError, OSError):
         return None
-    what = f"{manifest.clips:,} {'image' if manifest.kind == 'image' else 'clip'}{'s' if manifest.clips != 1 else ''}"
-    return f"{what}: headway data show {_shown(folder)} --sheet FILE draws some"
+    return {
+        "version": manifest.version,
+        "kind": manifest.kind,
+        "documents": manifest.clips,
+        "bytes": manifest.bytes,
+        "media": True,
+        "seconds": manifest.duration_s if manifest.kind == "video" else None,
+    }
 
 
-def dataset_samples(recorded: RecordedRuns, data: Path, key: str, first: int) -> dict[str, Any]:
-    """Return some documents of a dataset, cut into pieces that the loss counts or not."""
+def folder_of(recorded: RecordedRuns, data: Path, key: str) -> Path:
+    """Return the folder of a dataset by the name that addresses use."""
     folders = _folders(recorded, data)
     if key not in folders:
         raise UsageError(f"no dataset {key!r}")
-    dataset = open_dataset(folders[key][0], verify="sizes")
+    return folders[key][0]
+
+
+def dataset_samples(recorded: RecordedRuns, data: Path, key: str, first: int) -> dict[str, Any]:
+    """Return some documents of a dataset, cut into pieces that the loss counts or not; or some of its clips."""
+    folder = folder_of(recorded, data, key)
+    if is_media(folder):
+        return {"path": _shown(folder), **clip_page(folder, first)}
+    dataset = open_dataset(folder, verify="sizes")
     total = dataset.manifest.documents
     numbers = range(first, min(first + SHOWN, total))
     return {
-        "path": _shown(folders[key][0]),
+        "path": _shown(folder),
         "count": total,
         "first": first,
         "samples": [_sample(dataset, number) for number in numbers],

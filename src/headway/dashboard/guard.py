@@ -4,7 +4,8 @@
 - The token must be known. It comes once, in the address that `headway ui` prints, and is then kept in a cookie that
   scripts cannot read and other sites' pages do not send. The cookie is derived from the token, not the token itself.
 - Requests that a page of another origin caused are refused: another port of this machine is another user's server.
-- Only GET, and the one form that takes the token.
+- Only GET, the one form that takes the token, and labels of runs: those as JSON, which a page of another origin cannot
+  send unasked, and only from a page that says it is this server's own.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import html
 import ipaddress
 import secrets
 import socket
+from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
@@ -36,6 +38,8 @@ HEADERS = {
 }
 """Of every answer, unless it has its own."""
 MOST_FORM_BYTES = 4096
+MOST_CHANGE_BYTES = 64 << 10
+_DATA = ("/api/", "/files", "/sheet")
 
 
 class Guard:
@@ -71,17 +75,20 @@ class Guard:
         if not is_own_name(headers.get("host", ""), self._names):
             return _plain(403, "this server does not answer to that Host")
         logs_in = scope["method"] == "POST" and scope["path"] == "/login"
-        if scope["method"] not in ("GET", "HEAD") and not logs_in:
-            return _plain(405, "the dashboard is read only")
+        labels = scope["method"] == "POST" and scope["path"] == "/api/labels"
+        if scope["method"] not in ("GET", "HEAD") and not logs_in and not labels:
+            return _plain(405, "the dashboard changes nothing but labels")
+        if labels and (refusal := _refused_change(headers)) is not None:
+            return refusal
         if logs_in:
             if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
                 return _plain(403, "requests of other sites are refused")
             form = parse_qs((await _body(receive))[:MOST_FORM_BYTES].decode("latin-1"))
             return self._enter(form.get("token", [""])[0], "/")
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token")
-        if given and not scope["path"].startswith(("/api/", "/files")):
+        if given and not scope["path"].startswith(_DATA):
             return self._enter(given[0], scope["path"])
-        if scope["path"].startswith(("/api/", "/files")) and headers.get("sec-fetch-site", "none") not in (
+        if scope["path"].startswith(_DATA) and headers.get("sec-fetch-site", "none") not in (
             "same-origin",
             "none",
         ):
@@ -151,6 +158,18 @@ def is_own_name(header: str, names: set[str]) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _refused_change(headers: Mapping[str, str]) -> Response | None:
+    """Return why a change is refused before it is read; None if it may be."""
+    if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        return _plain(403, "requests of other sites are refused")
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        return _plain(415, "labels are sent as JSON")
+    length = headers.get("content-length", "")
+    if not length.isdigit() or int(length) > MOST_CHANGE_BYTES:
+        return _plain(413, "too long")
+    return None
 
 
 async def _body(receive: Receive) -> bytes:

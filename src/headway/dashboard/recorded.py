@@ -31,6 +31,8 @@ from headway.track.store import MetricStore, SeriesView, metric_keys, read_label
 
 T = TypeVar("T")
 
+PATIENCE_S = 1.0
+"""How long an answer may wait for records that no process has compacted yet."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,80}")
 _PATTERN = re.compile(r"[A-Za-z0-9._*?-]+")
 _DETAILS = ("loss", "grad_norm", "lr", "reward")
@@ -93,6 +95,17 @@ class RecordedRuns:
         """Return a run's ledger, and the records without steps: those of long runs would fill the memory."""
         records = self.records(run)
         return account(records), records
+
+    def prepare(self, names: Sequence[str]) -> list[str]:
+        """Compact what is new of some runs, for about a second; return those whose metrics would still take long.
+
+        The lines of others can be drawn meanwhile. Nothing goes on in the background: a closed page costs nothing.
+        """
+        wanted = set(names)
+        folders = {run.path: (run, name) for run, name in self.folders() if name in wanted}
+        with self._reading:
+            left = self._store.compact_some([run for run, _ in folders.values()], PATIENCE_S)
+        return [folders[run.path][1] for run in left]
 
     def series(
         self, names: Sequence[str], key: str, points: int, first: int | None = None, last: int | None = None

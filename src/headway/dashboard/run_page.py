@@ -24,6 +24,7 @@ from headway.track import (
     read_plan,
 )
 from headway.track.divergence import find_divergence
+from headway.track.lineage import read_record
 from headway.track.plan_check import PlanCheck, check_plan, planned_shares
 
 LOG_BYTES = 256 << 10
@@ -41,7 +42,7 @@ def overview(recorded: RecordedRuns, run: RunFolder, name: str) -> dict[str, Any
     evaluations = [evaluation.model_dump() for evaluation in latest_evaluations(run)]
     return recorded.row(name) | {
         "metrics": recorded.metric_names(run),
-        "parent": parent_of(recipe, recorded),
+        "parent": parent_of(run, recipe, recorded),
         "environment": read_json(run.environment_file),
         "policy": isinstance(recipe.get("rl"), dict) or rollouts.is_dir(),
         "evaluations": [{**entry, "settings": None} for entry in evaluations],
@@ -49,10 +50,12 @@ def overview(recorded: RecordedRuns, run: RunFolder, name: str) -> dict[str, Any
     }
 
 
-def parent_of(recipe: Mapping[str, Any], recorded: RecordedRuns) -> dict[str, Any] | None:
+def parent_of(run: RunFolder, recipe: Mapping[str, Any], recorded: RecordedRuns) -> dict[str, Any] | None:
     """Return the run and the step that a run was started from; None for a run from scratch."""
-    model = recipe.get("model")
+    model, origin = recipe.get("model"), read_record(run.path).get("from")
     init = model.get("init") if isinstance(model, dict) else None
+    if isinstance(origin, dict) and origin.get("address"):  # `train --from`: its recipe may name no weights
+        init = origin["address"]
     if not isinstance(init, str) or Path(init).parent.name != "checkpoints":
         return None
     step = re.fullmatch(r"step-0*(\d+)", Path(init).name)
@@ -183,7 +186,7 @@ def recipe_document(recorded: RecordedRuns, run: RunFolder) -> dict[str, Any]:
     if not recipe:
         return {"parent": None, "rows": [], "problem": "recipe.json is missing or damaged"}
     values = dict(leaves(recipe))
-    parent = parent_of(recipe, recorded)
+    parent = parent_of(run, recipe, recorded)
     before: dict[str, Any] = {}
     if parent is not None and parent["here"]:
         before = dict(leaves(read_json(RunFolder(recorded.root / parent["run"]).recipe_file)))

@@ -1,10 +1,12 @@
 """Series of metrics for plots: a few hundred points that show what thousands of steps did. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import to_json
 
 from headway.track.store import SeriesView
 
@@ -78,11 +80,36 @@ def _bucketed(view: SeriesView, width: int, buckets: Steps) -> tuple[Floats, Flo
     return pairs.ravel(), _placed(owner[begins], means, buckets)
 
 
-def rounded(values: Floats, digits: int = 6) -> list[float | None]:
-    """Return values with so many significant digits, None for those that are not finite: as they are sent."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(values))))
-        short = np.round(values * scale) / scale
-    usable = np.isfinite(scale) & np.isfinite(short) & (scale != 0)
-    out = np.where(usable, short, values)
-    return [value if value - value == 0 else None for value in out.tolist()]
+def packed(plots: Mapping[str, Plot], pending: Sequence[str]) -> bytes:
+    """Return plots as they are sent: a document, then the numbers that it counts, in little-endian order.
+
+    4 bytes: the length of the document, which is JSON padded to a multiple of 8: `pending`, the runs whose lines are
+    not there yet, and `plots` by metric, each with the names of its `runs`, the number of its `steps`, whether it has
+    `means`, and the bytes per `value`. Then for each plot its steps, 8 bytes each; a line per run; the means of each
+    run; all padded to a multiple of 8. Gaps are NaN.
+    """
+    documents, parts = dict[str, Any](), list[bytes]()
+    for key, plot in plots.items():
+        columns = [*plot.lines.values(), *([] if plot.means is None else plot.means.values())]
+        dtype = "<f4" if all(map(_fits_single, columns)) else "<f8"
+        documents[key] = {
+            "runs": list(plot.lines),
+            "steps": len(plot.steps),
+            "means": plot.means is not None,
+            "value": int(dtype[-1]),
+        }
+        numbers = [plot.steps.astype("<f8"), *(column.astype(dtype) for column in columns)]
+        parts.append(_padded(b"".join(array.tobytes() for array in numbers)))
+    document = to_json({"pending": list(pending), "plots": documents})
+    document += b" " * (-(4 + len(document)) % 8)
+    return b"".join([len(document).to_bytes(4, "little"), document, *parts])
+
+
+def _fits_single(values: Floats) -> bool:
+    """Whether 4 bytes keep six digits of all numbers."""
+    size = np.abs(values[np.isfinite(values) & (values != 0)])
+    return not size.size or bool(size.min() > 1e-37 and size.max() < 1e37)
+
+
+def _padded(data: bytes) -> bytes:
+    return data + b"\0" * (-len(data) % 8)

@@ -21,6 +21,17 @@ def find_package(name: str) -> Path | None:
     return origin.parent if spec.submodule_search_locations else origin
 
 
+def find_module_file(module: str) -> Path | None:
+    """The file of a module as workers would find it; None if there is none."""
+    top, *inner = module.split(".")
+    package = find_package(top)
+    if package is None or package.is_file():
+        return package if not inner else None
+    place = package.joinpath(*inner)
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return file if file.is_file() else None
+
+
 def check_class(name: str, key: str) -> None:
     """Raise RecipeError unless workers will find `package.module:Class`; `key` is the recipe's."""
     module, _, class_name = name.partition(":")

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic_core import from_json
 
 from headway.errors import RunError
-from headway.recipe import CHANGEABLE, Recipe, changed_keys
 from headway.track.events import Event, Record
 from headway.track.files import read_recipe
 from headway.track.runs import RunFolder
+
+if TYPE_CHECKING:
+    from headway.recipe import Recipe
 
 METRICS = ("cursor", "tokens", "lr", "loss", "grad_norm")
 """Numbers of a step in the order in which they come about: a difference in one explains those after it."""
@@ -22,7 +24,7 @@ NEUTRAL = ("durability only", "measurement only", "patience only", "monitoring o
 class Cause:
     """Something that is not the same in two runs, and may be why they differ."""
 
-    kind: Literal["recipe", "data", "workers", "environment"]
+    kind: Literal["recipe", "code", "data", "workers", "environment"]
     key: str
     values: tuple[Any, Any]
     """Of the first run and of the second; None where one has none."""
@@ -40,17 +42,23 @@ class MetricDifference:
 class RunConditions(NamedTuple):
     """What a run's numbers depend on; what cannot be read is left out."""
 
-    recipe: Recipe | None
+    recipe: "Recipe | None"
     environment: Mapping[str, Any]
     workers: tuple[int, ...]
     """Of its attempts, without repetitions."""
+    code: Mapping[str, str] = {}
+    """Hashes of files of the user's own, by module."""
 
 
 def find_causes(a: RunConditions, b: RunConditions) -> list[Cause]:
     """Return what differs between two runs' conditions, most likely causes first."""
+    from headway.recipe import changed_keys
+
     recipes = [] if a.recipe is None or b.recipe is None else changed_keys(a.recipe, b.recipe).items()
     changed = [Cause("recipe", key, values) for key, values in recipes if not _is_neutral(key)]
     causes = [cause for cause in changed if not cause.key.endswith("version")]
+    modules = sorted(a.code.keys() & b.code.keys())
+    causes += [Cause("code", name, (a.code[name], b.code[name])) for name in modules if a.code[name] != b.code[name]]
     versions = [(value.environment.get("data_version")) for value in (a, b)]
     if all(versions) and versions[0] != versions[1]:
         causes.append(Cause("data", "version", (versions[0], versions[1])))
@@ -74,6 +82,8 @@ def _environment(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Cause]:
 
 
 def _is_neutral(key: str) -> bool:
+    from headway.recipe import CHANGEABLE
+
     section = key.rpartition(".")[0]
     any_name = "data.mixture.*.path" if section.startswith("data.mixture.") and key.endswith(".path") else key
     return key == "name" or CHANGEABLE.get(any_name, "").startswith(NEUTRAL)
@@ -105,4 +115,6 @@ def read_conditions(run: RunFolder, records: Sequence[Record]) -> RunConditions:
         content = {}
     environment = content if isinstance(content, dict) else {}
     counts = [event["workers"] for record in records for event in record.events if event["kind"] == "attempt"]
-    return RunConditions(recipe, environment, tuple(dict.fromkeys(counts)))
+    from headway.track.own_code import code_digests
+
+    return RunConditions(recipe, environment, tuple(dict.fromkeys(counts)), code_digests(run))

@@ -2,19 +2,21 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import ValidationError, from_json, to_json
 
 from headway.errors import RunError
-from headway.recipe import Recipe
-from headway.recipe.upgrade import upgrade_recipe
 from headway.track.runs import RunFolder
 
+if TYPE_CHECKING:
+    from headway.recipe import Recipe
 
-def read_recipe(run: RunFolder) -> Recipe:
+
+def read_recipe(run: RunFolder) -> "Recipe":
     """Return the resolved recipe of a run; raise RunError if it is missing or invalid."""
+    from headway.recipe.upgrade import upgrade_recipe  # a third of the start of `headway runs`, which needs none
+
     path = run.recipe_file
     try:
         return upgrade_recipe(from_json(path.read_bytes()))

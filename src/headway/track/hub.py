@@ -71,6 +71,11 @@ def local_model(ref: str) -> str:
     return str(fetch_model(parse_hub(ref))) if is_hub(ref) else ref
 
 
+def local_folder(path: Path) -> Path:
+    """Return the folder that a path of a command line names, which may be `hf:org/name`."""
+    return Path(local_model(str(path)))
+
+
 def fetch_model(ref: HubRef) -> Path:
     """Return the folder of a model's files in the cache; raise ModelError if it has no weights in safetensors."""
     if ref.files is not None:

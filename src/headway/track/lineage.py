@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic_core import from_json, to_json
 
-from headway.errors import HeadwayError, UsageError
+from headway.errors import HeadwayError, RunError, UsageError
 from headway.track.evaluations import read_evaluations
 from headway.track.files import write_json
 from headway.track.hub import hub_of
@@ -184,7 +184,13 @@ def find(graph: Graph, root: Path, what: str) -> str:
     name, step = split_ref(root, what)
     run = find_run(root, name)
     _add_run(graph, run)
-    return f"run:{run_id(run)}" if step is None else _checkpoint(graph, run, step)
+    key = f"run:{run_id(run)}" if step is None else f"checkpoint:{run_id(run)}@{step}"
+    if key not in graph.nodes:
+        saved = ", ".join(node.name for node in graph.nodes.values() if node.kind == "checkpoint" and
+                          node.id.startswith(f"{run_id(run)}@"))  # fmt: skip
+        raise RunError(f"run {run.name} has no record of a checkpoint of step {step}",
+                       hint=f"recorded: {saved or 'none'}", usage=True)  # fmt: skip
+    return key
 
 
 def _of_folder(graph: Graph, root: Path, folder: Path) -> str:

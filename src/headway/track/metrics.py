@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from pydantic_core import from_json
 
 from headway.errors import UsageError
-from headway.track.evaluations import latest_evaluations
 from headway.track.events import Event, Record, kept_until, read_ends, read_run, read_with_raw_lines
 from headway.track.runs import RunFolder
 from headway.track.user_log import logged_series, user_records
@@ -101,7 +100,11 @@ def beside_steps(run: RunFolder, keys: Sequence[str] | None = None) -> dict[str,
 
 def _tasks(run: RunFolder) -> dict[str, Series]:
     """Return the metrics of `headway eval`, as TASK/METRIC."""
+    if not run.evals.is_dir():
+        return {}
     import numpy as np
+
+    from headway.track.evaluations import latest_evaluations
 
     points: dict[str, list[tuple[int, float]]] = {}
     for evaluation in latest_evaluations(run):

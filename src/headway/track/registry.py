@@ -154,6 +154,13 @@ def resolve_name(root: Path, ref: str) -> tuple[str, int] | None:
     return entry.run, entry.step
 
 
+def is_gone(root: Path, entry: RegisteredModel) -> bool:
+    """Whether the checkpoint of a name, or its run, is no longer there."""
+    run = RunFolder(root / entry.run)
+    saved = run.checkpoints / f"step-{entry.step:08d}" / "manifest.json"
+    return not saved.is_file() or run_id(run) != entry.run_id
+
+
 def split_ref(root: Path, text: str) -> tuple[str, int | None]:
     """Return the run and the step of RUN, RUN@STEP or the name of a model; RUN alone has no step."""
     return resolve_name(root, text) or parse_ref(text)

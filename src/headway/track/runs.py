@@ -182,7 +182,7 @@ def _taken_hint(run: RunFolder) -> str:
     """Return what to do about a name that is taken: only what the run's state allows."""
     state = summarize(run).state if run.events.is_dir() else None
     waiting = (run.path / "jobs.jsonl").exists()  # an engine will start it
-    free = f"choose another name, such as --name {free_name(run)}"
+    free = f"choose another name, such as {free_name(run)}"
     if state in ("stopped", "failed") or (state == "interrupted" and not waiting):
         return f"{free}, or `{run.command('resume')}`"
     if state == "running":

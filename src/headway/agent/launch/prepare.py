@@ -73,6 +73,7 @@ from headway.track import (
 from headway.track.access import umask_of
 from headway.track.hub import local_model
 from headway.track.lineage import write_origin
+from headway.track.own_code import record_code
 from headway.track.runs import is_set_aside
 
 FAULTS_VARIABLE = "HEADWAY_FAULTS"
@@ -134,6 +135,7 @@ def new_run(
             if planned.plan is not None:
                 write_plan(run, planned.plan)
             write_origin(run, recipe.model_dump(), checkpoint, _digests(recipe, checkpoint))
+            record_code(run, recipe.model_dump())
             _copy_data_facts(run, recipe.data)
             _copy_companions(run, recipe.model.init)
             _copy_chat_template(run, recipe.data)

@@ -52,7 +52,7 @@ class TrackerProcess:
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """Tell the process that the run has ended; it sends what is left by itself, and nobody waits for it."""
+        """Tell the process that the run has ended; it sends what is left by itself, in the background."""
         if self._process is not None:
             self._close_pipe(self._process)
             self._process.returncode = 0  # whoever reaps it: no warning when it is collected

@@ -141,6 +141,8 @@ def read_labels(paths: Iterable[Path]) -> dict[str, ClipLabels]:
     """Return the captions, labels and sources by file name; rows of one file add up."""
     rows: dict[str, ClipLabels] = {}
     for path in paths:
+        if not path.is_file():
+            raise DataError(f"there is no file {path} of captions", hint="name a JSONL or Parquet file", usage=True)
         for where, row in _rows(path):
             name, new = _checked(where, row)
             old = rows.get(name, new._replace(captions=()))

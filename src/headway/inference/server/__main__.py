@@ -15,14 +15,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from pydantic import Field
 
-from headway.errors import HeadwayError, UsageError
+from headway.errors import HeadwayError
+from headway.http_server import Server, listen, read_key
 from headway.inference.load import ModelSource
 from headway.inference.server.app import make_app
 from headway.inference.server.service import EngineService
@@ -31,6 +31,8 @@ from headway.state.parent_process import end_with_parent
 
 DRAIN_S = 30
 """How long requests under way may take once the server is told to end."""
+LEAST_KEY = 8
+"""Characters of an API key."""
 
 
 class ServeRequest(ModelSource):
@@ -57,8 +59,10 @@ def main() -> int:
 
 def serve(request: ServeRequest) -> None:
     """Load the model, listen and answer."""
-    key = None if request.api_key_file is None else _key(request.api_key_file)
-    listener = _listen(request.host, request.port)  # before the model is loaded: a port that is taken is told at once
+    key = None if request.api_key_file is None else read_key(request.api_key_file, LEAST_KEY)
+    listener = listen(
+        request.host, request.port, backlog=2048
+    )  # before the model is loaded: a port that is taken is told at once
     engine = TextEngine(request.load(), EngineOptions(**request.options))
     service = EngineService(engine, max_waiting=request.max_waiting)
     config = uvicorn.Config(
@@ -71,23 +75,12 @@ def serve(request: ServeRequest) -> None:
     service.close()
 
 
-class _Server(uvicorn.Server):
+class _Server(Server):
     """Refuses new requests as soon as it is told to end."""
 
     def __init__(self, config: uvicorn.Config, service: EngineService) -> None:
-        super().__init__(config)
+        super().__init__(config, self._drain)
         self._service = service
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Drain at the first signal, end at once at the second. (uvicorn's own raises the signal again at the end.)"""
-        handled = (signal.SIGTERM, signal.SIGINT)
-        before = {which: signal.signal(which, self._drain) for which in handled}
-        try:
-            yield
-        finally:
-            for which, handler in before.items():
-                signal.signal(which, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish the requests under way."""
@@ -95,35 +88,8 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
         _say(stopped=True, unfinished=self._service.open)
 
-    def _drain(self, *_: Any) -> None:
-        self.force_exit = self.should_exit
-        self._service.draining = self.should_exit = True
-
-
-def _key(file: Path) -> str:
-    try:
-        key = file.read_text().strip()
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from None
-    if len(key) < 8:
-        raise UsageError(
-            f"{file} has a key of {len(key)} characters", hint="use at least 8, for example openssl rand -hex 16"
-        )
-    return key
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        raise UsageError(
-            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --port; 0 takes any free one"
-        ) from None
-    listener.listen(2048)
-    return listener
+    def _drain(self) -> None:
+        self._service.draining = True
 
 
 def _facts(service: EngineService, name: str, listener: socket.socket) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Has the metrics of a run that ended compacted, by a process of its own that nobody waits for."""
+"""Has the metrics of a run that ended compacted, by a process of its own in the background."""
 
 import os
 import sys

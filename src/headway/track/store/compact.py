@@ -12,6 +12,7 @@ used as it is. The newest lines become Parquet too when their attempt is over.
 import itertools
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 SMALLEST_BYTES = 64 << 10
 """The end of a finished record becomes Parquet from this size on: less is parsed as fast."""
+BEHIND_BYTES = 2 << 20
+"""More than this takes a noticeable time to parse: about 0.05 s."""
 _PROBE_BYTES, _OPENING_BYTES = 4096, 1 << 16
 _RECORD = re.compile(r"(\d+)-rank-0\.jsonl", re.ASCII)
 _SEGMENT = re.compile(r"(\d+-rank-0)\.(\d+)-(\d+)\.parquet", re.ASCII)
@@ -112,6 +115,7 @@ class MetricStore:
         self._checked: dict[Path, tuple[_Stamp, list[Path]]] = {}
         self._tails: dict[Path, _Tail] = {}
         self._damaged: set[Path] = set()
+        self._attempted: dict[Path, _Stamp] = {}
 
     @property
     def database(self) -> "duckdb.DuckDBPyConnection":
@@ -149,6 +153,32 @@ class MetricStore:
     def compact(self, run: RunFolder) -> int:
         """Compact what is finished of a run; return how many files its metrics are in."""
         return sum(part.path is not None for part in self.parts([run])[0])
+
+    def compact_some(self, runs: Sequence[RunFolder], seconds: float) -> list[RunFolder]:
+        """Compact runs of which much is not yet Parquet, until so much time has passed; return those that are left.
+
+        Whoever cannot wait for all reads the other runs now, and asks again. At least one run is compacted per call; if
+        that fails, it counts as done.
+        """
+        end = time.monotonic() + seconds
+        behind = [run for run in runs if self._is_behind(run)]
+        for number, run in enumerate(behind):
+            if number and time.monotonic() > end:
+                return behind[number:]
+            self.parts([run])
+            self._attempted |= {run.events / record: stamp for record, stamp in _list_files(run).records.items()}
+        return []
+
+    def _is_behind(self, run: RunFolder) -> bool:
+        """Whether reading a run would first parse much: by the names of its files."""
+        files = _list_files(run)
+        for record, stamp in files.records.items():
+            chain = _chain(run, record, stamp, files.segments.get(record, {}))
+            tail = self._tails.get(run.events / record)
+            at = max(int(chain[-1].stem.rpartition("-")[2]) if chain else 0, 0 if tail is None else tail.end)
+            if stamp.size - at > BEHIND_BYTES and self._attempted.get(run.events / record) != stamp:
+                return True
+        return False
 
     def _parts_of(self, run: RunFolder, files: _Files, chains: dict[Path, list[Path]]) -> list[SegmentPart]:
         parts = list[SegmentPart]()

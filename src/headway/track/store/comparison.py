@@ -8,18 +8,19 @@ from headway.track.differences import RunConditions, find_causes
 from headway.track.runs import RunFolder
 from headway.track.store.compact import MetricStore
 from headway.track.store.series import metric_statistics, read_series
+from headway.track.store.view import MetricStats
 
 OUTCOMES = ("loss", "eval_loss", "eval_reward", "reward", "tokens_per_s", "mfu", "step_s")
 """Metrics that are shown side by side, of those that the runs have."""
 SPEEDS = {"tokens_per_s", "mfu", "step_s"}
-"""Of these the mean is shown, of others the value at the last common step."""
+"""Of these the mean over the run is shown, of others the value at the last common step."""
 
 
 @dataclass(frozen=True)
 class RunDifference:
     """Something that is not the same in all runs."""
 
-    kind: Literal["recipe", "data", "workers", "environment"]
+    kind: Literal["recipe", "code", "data", "workers", "environment"]
     key: str
     values: tuple[Any, ...]
     """Of each run; None where one has none."""
@@ -52,11 +53,10 @@ class ManyComparison:
     def sentence(self) -> str:
         """What explains different outcomes, in one sentence."""
         if not self.differences:
-            return "nothing differs in recipe, data, workers or environment"
+            return "nothing differs in recipe, code, data, workers or environment"
         if self.cause is not None:
             return f"cause: {self.cause.key} (the only difference)"
-        keys = ", ".join(difference.key for difference in self.differences)
-        return f"confounded: {len(self.differences)} keys differ ({keys}), so that no single one is the cause"
+        return f"confounded: {len(self.differences)} keys differ, so no single one is the cause"
 
 
 def compare_many(conditions: Sequence[RunConditions]) -> list[RunDifference]:
@@ -67,7 +67,7 @@ def compare_many(conditions: Sequence[RunConditions]) -> list[RunDifference]:
         for cause in find_causes(first, other):
             values = by_key.setdefault((cause.kind, cause.key), [cause.values[0]] * len(conditions))
             values[index] = cause.values[1]
-    order = ("recipe", "data", "workers", "environment")
+    order = ("recipe", "code", "data", "workers", "environment")
     return [
         RunDifference(kind, key, tuple(values))  # type: ignore[arg-type]
         for kind, key in sorted(by_key, key=lambda pair: order.index(pair[0]))
@@ -84,11 +84,19 @@ def read_outcomes(runs: Sequence[RunFolder], keys: Sequence[str] = OUTCOMES) -> 
         if sum(key in table for table in tables) == 0:
             continue
         if key in SPEEDS:
-            means = tuple(table[key].mean if key in table else None for table in tables)
-            outcomes.append(Outcome(key, None, means))
+            outcomes.append(Outcome(key, None, tuple(_mean_speed(key, table) for table in tables)))
             continue
         outcomes.append(_at_common_step(runs, key, tables, store))
     return outcomes
+
+
+def _mean_speed(key: str, table: Mapping[str, MetricStats]) -> float | None:
+    """Return a speed over a whole run: all tokens by all seconds, not the mean of the rates of steps."""
+    mean, rate = (table[name].mean if name in table else None for name in (key, "tokens_per_s"))
+    tokens, seconds = (table[name].mean if name in table else None for name in ("tokens", "step_s"))
+    if mean is None or key == "step_s" or not (rate and tokens and seconds):
+        return mean
+    return mean * (tokens / seconds) / rate
 
 
 def _at_common_step(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from headway.errors import RunError, UsageError
 from headway.track.files import read_recipe
-from headway.track.registry import names_of
 from headway.track.runs import FAILED, RUN_NAME, RunFolder, RunLock, command, find_run, list_runs, lock_run, summarize
 
 DELETED = ".deleted"
@@ -63,6 +62,8 @@ def delete_run(run: RunFolder, *, other_machines: Callable[[RunFolder], bool] = 
 
     `other_machines` tells whether machines that do not share the folder may be working on it.
     """
+    from headway.track.registry import names_of
+
     named = names_of(run)
     if named:
         name, step = named[0]

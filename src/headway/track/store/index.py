@@ -260,7 +260,7 @@ class _Index:
             return None
 
     def _create(self) -> None:
-        """Make the file beside and link it to its name, so that nobody opens half of it.
+        """Make the file beside and link it to its name, so that no process opens half of it.
 
         Not with a write-ahead log: its shared memory is a mapped file, and whoever replaces a damaged index while
         another thread has it open would kill the process.

@@ -119,7 +119,8 @@ def _write_steps(
 ) -> None:
     import numpy as np
 
-    steps = np.unique(np.concatenate([np.empty(0, np.int64), *(steps for steps, _ in series.values())]))
+    different = {steps.tobytes(): steps for steps, _ in series.values()}  # mostly every step has every metric
+    steps = np.unique(np.concatenate([np.empty(0, np.int64), *different.values()]))
     rows: dict[str, Any] = {"s": steps}
     selected = ["s AS step"]
     for number, (key, (own, values)) in enumerate(series.items()):

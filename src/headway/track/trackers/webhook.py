@@ -18,7 +18,7 @@ _REFUSED = {400, 404, 405, 410, 413, 415, 422}
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_arguments: Any) -> None:
-        """Follow none: it would lead to a host that nobody named."""
+        """Follow none: it would lead to a host that the recipe does not name."""
 
 
 class WebhookTracker(Tracker):

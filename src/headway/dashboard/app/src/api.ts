@@ -26,9 +26,14 @@ export async function ask<T>(path: string, params: Params = {}): Promise<T> {
   } catch {
     throw new Refused("the server does not answer", 0, "start it again with headway ui");
   }
+  if (!answer.ok) throw await refusal(answer);
+  return (await answer.json()) as T;
+}
+
+/** Why an answer is not what was asked for. */
+export async function refusal(answer: Response): Promise<Refused> {
   const body = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Refused(body.error ?? `status ${answer.status}`, answer.status, body.hint ?? null);
-  return body as T;
+  return new Refused(body.error ?? `status ${answer.status}`, answer.status, body.hint ?? null);
 }
 
 export interface Asked<T> {

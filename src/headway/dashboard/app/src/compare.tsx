@@ -1,12 +1,13 @@
 // Several runs over each other, and what differs between them.
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { ask, useAsk, useLive } from "./api";
+import { useAsk, useLive } from "./api";
 import { Chart, SERIES_COLORS } from "./chart";
 import { count, loss, percent, setting, short } from "./format";
 import { Card, Empty, Problem, State } from "./parts";
+import { usePlots } from "./plots";
 import { Choice, Escape, Metrics, rangeOf } from "./run";
 import { go, runUrl, setQuery, usePlace } from "./router";
-import type { Plot, RunRow } from "./types";
+import type { RunRow } from "./types";
 
 interface Comparison {
   runs: RunRow[];
@@ -17,6 +18,7 @@ interface Comparison {
 
 const FIRST = ["loss", "reward", "eval_loss", "grad_norm", "tokens_per_s"];
 const WIDE = 16;
+const BUCKETS = 1000;
 
 export function ComparePage() {
   const { query } = usePlace();
@@ -83,7 +85,12 @@ function Overlay({ names }: { names: string[] }) {
   const shown = wanted.length ? wanted : data ? FIRST.filter((name) => all.includes(name)).slice(0, 2) : ["loss"];
   const smoothing = Number(query.get("smooth") ?? "0");
   const range = rangeOf(query.get("zoom"));
-  const plots = useOverlay(names, shown, range, round);
+  const { plots, pending, error: unread } = usePlots(names, shown, range, round, BUCKETS);
+  const late = useRef(false);
+  useEffect(() => {
+    if (late.current && !pending.length) again(); // names of metrics, too, are known once their runs are read
+    late.current = pending.length > 0;
+  }, [pending.length === 0]);
   const visible = useMemo(() => names.filter((name) => !hidden.has(name)), [key, hidden]);
   const zoom = (next: [number, number] | null) => setQuery({ zoom: next && `${next[0]}-${next[1]}` });
   const toggle = (name: string) => {
@@ -107,6 +114,8 @@ function Overlay({ names }: { names: string[] }) {
         {range && <button onClick={() => zoom(null)}>Steps {count(range[0])} to {count(range[1])} ×</button>}
       </div>
       <Escape active={range !== null} act={() => zoom(null)} />
+      {unread && <Problem error={unread} />}
+      {pending.length > 0 && <p class="pending muted" role="status">Compacting new records: {count(names.length - pending.length)} of {count(names.length)} runs are drawn.</p>}
       <div class={shown.length === 2 ? "grid overlay two-charts" : "grid overlay"}>
         {shown.map((name, index) => (
           <Chart
@@ -128,21 +137,6 @@ function Overlay({ names }: { names: string[] }) {
       {data && <Differences data={data} names={names} />}
     </main>
   );
-}
-
-function useOverlay(names: string[], keys: string[], range: [number, number] | null, round: number): Record<string, Plot> {
-  const [plots, setPlots] = useState<Record<string, Plot>>({});
-  const turn = useRef(0);
-  useEffect(() => {
-    const mine = ++turn.current;
-    for (const key of keys)
-      ask<{ plots: Record<string, Plot> }>("/api/series", { run: names, key: [key], buckets: 500, first: range?.[0], last: range?.[1] })
-        .then((answer) => {
-          if (mine === turn.current) setPlots((before) => ({ ...before, ...answer.plots }));
-        })
-        .catch(() => undefined);
-  }, [names.join("\n"), keys.join("\n"), range?.[0], range?.[1], round]);
-  return plots;
 }
 
 function Runs({ data, names, hidden, toggle }: { data: Comparison | null; names: string[]; hidden: Set<string>; toggle: (name: string) => void }) {

@@ -1,7 +1,9 @@
 // Datasets: versions, who trained on them, and samples with what the loss counts marked.
 import { useEffect, useState } from "preact/hooks";
 import { useAsk } from "./api";
+import { Clips } from "./clips";
 import { bytes, count, setting, short } from "./format";
+import { lineageUrl } from "./lineage";
 import { Card, Empty, Problem } from "./parts";
 import { runUrl } from "./router";
 import type { Dataset, DatasetSample } from "./types";
@@ -21,7 +23,7 @@ export function DataPage({ id }: { id: string | null }) {
         <div class="scroll">
           <table class="runs">
             <thead>
-              <tr><th scope="col">dataset</th><th scope="col">version</th><th scope="col">kind</th><th scope="col" class="num">documents</th><th scope="col" class="num">tokens</th><th scope="col" class="num narrow">vocabulary</th><th scope="col" class="num narrow">size</th><th scope="col" class="narrow">runs</th></tr>
+              <tr><th scope="col">dataset</th><th scope="col">version</th><th scope="col">kind</th><th scope="col" class="num">samples</th><th scope="col" class="num">tokens</th><th scope="col" class="num narrow">vocabulary</th><th scope="col" class="num narrow">size</th><th scope="col" class="narrow">runs</th></tr>
             </thead>
             <tbody>
               {data.datasets.map((dataset) => (
@@ -40,8 +42,9 @@ export function DataPage({ id }: { id: string | null }) {
           </table>
         </div>
       )}
-      {chosen && !chosen.problem && <SamplesOf key={chosen.id} dataset={chosen} />}
-      {data && data.datasets.length > 0 && !chosen && <p class="muted">Choose a dataset to see its samples, with the tokens that the loss counts marked.</p>}
+      {chosen && !chosen.problem && (chosen.media ? <Clips key={chosen.id} dataset={chosen} /> : <SamplesOf key={chosen.id} dataset={chosen} />)}
+      {chosen?.version && <p><a href={lineageUrl(chosen.version)}>Lineage of version {chosen.version}</a></p>}
+      {data && data.datasets.length > 0 && !chosen && <p class="muted">Choose a dataset to see its samples, with the tokens that the loss counts marked, or a contact sheet.</p>}
     </main>
   );
 }

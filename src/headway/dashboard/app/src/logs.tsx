@@ -123,7 +123,7 @@ export function Stacks({ run, round }: { run: Overview; round: number }) {
     return data.running ? (
       <Empty title="No stacks yet. See what each worker is doing right now:" command={run.commands.stacks} />
     ) : (
-      <Empty title="No stacks were taken: no worker hung, and nobody asked." />
+      <Empty title="No stacks were recorded: no worker hung." />
     );
   return (
     <div class="files">

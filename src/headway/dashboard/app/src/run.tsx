@@ -1,19 +1,23 @@
 // One run: how it goes, where its time went, what happened to it, and what it was told to do.
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { ask, useAsk, useLive } from "./api";
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { useAsk, useLive } from "./api";
 import { Chart, type Mark } from "./chart";
 import { clock, count, duration, fixed, loss, number, percent, seconds, short, when } from "./format";
+import { Labels } from "./labels";
 import { Attempts, LedgerCard, PlanCard } from "./ledger";
+import { lineageUrl } from "./lineage";
 import { Logs, Stacks } from "./logs";
 import { Card, Command, Empty, Fact, Problem, State, Tabs } from "./parts";
+import { usePlots } from "./plots";
 import { RecipeView } from "./recipe";
 import { Rollouts } from "./rollouts";
 import { runUrl, setQuery, usePlace } from "./router";
 import { Samples } from "./samples";
-import type { Ledger, Overview, Plot } from "./types";
+import type { Ledger, Overview } from "./types";
 
 const FIRST = ["reward", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "eval_loss"];
 const AT_FIRST = 4;
+const BUCKETS = 1000;
 
 export function RunPage({ name }: { name: string }) {
   const { query } = usePlace();
@@ -42,7 +46,7 @@ export function RunPage({ name }: { name: string }) {
   ];
   return (
     <main class="run">
-      <Title run={run} ledger={ledger.data} live={live} gone={overview.error !== null} />
+      <Title run={run} ledger={ledger.data} live={live} gone={overview.error !== null} again={overview.again} />
       {ledger.data?.warnings.map((text) => <p class="warning" key={text} role="status">{text}</p>)}
       <div class="columns">
         <Charts run={run} ledger={ledger.data} round={round} />
@@ -75,7 +79,7 @@ function Gone({ error }: { error: import("./api").Refused }) {
   );
 }
 
-function Title({ run, ledger, live, gone }: { run: Overview; ledger: Ledger | null; live: boolean; gone: boolean }) {
+function Title({ run, ledger, live, gone, again }: { run: Overview; ledger: Ledger | null; live: boolean; gone: boolean; again: () => void }) {
   const share = run.total_steps ? Math.min(1, run.step / run.total_steps) : null;
   const running = run.state === "running";
   return (
@@ -83,7 +87,6 @@ function Title({ run, ledger, live, gone }: { run: Overview; ledger: Ledger | nu
       <div class="line">
         <h1>{run.name}</h1>
         <State state={run.state} />
-        {run.tags?.map((tag) => <span class="tag" key={tag}>{tag}</span>)}
         {run.parent && (
           <span class="muted">
             from{" "}
@@ -91,9 +94,12 @@ function Title({ run, ledger, live, gone }: { run: Overview; ledger: Ledger | nu
             {run.parent.step !== null && `@${run.parent.step}`}
           </span>
         )}
+        {!gone && !run.name.startsWith(".") && <Labels run={run} saved={again} />}
+        <a class="muted" href={lineageUrl(run.name)}>lineage</a>
         {gone && <span class="wrong" role="status">the folder of this run is gone: this is what was read before</span>}
         {!live && !gone && <span class="muted" role="status">not connected: what is shown may be old</span>}
       </div>
+      {run.note && <p class="note">{run.note}</p>}
       {run.state !== "running" && run.reason && run.state !== "finished" && <p class="reason">{run.reason}</p>}
       {share !== null && share < 1 && (
         <div class="progress" role="progressbar" aria-label="steps done" aria-valuemin={0} aria-valuemax={run.total_steps!} aria-valuenow={run.step}>
@@ -125,7 +131,7 @@ function Charts({ run, ledger, round }: { run: Overview; ledger: Ledger | null; 
   const logY = query.get("y") === "log";
   const axis = query.get("x") ?? "step";
   const range = rangeOf(query.get("zoom"));
-  const plots = usePlots(run.name, shown, range, round);
+  const { plots } = usePlots([run.name], shown, range, round, BUCKETS); // the title says when the run is gone
   const elapsed = useMemo(() => (axis === "time" && ledger?.clock.steps.length ? elapsedOf(ledger) : null), [axis, ledger]);
   const marks: Mark[] = useMemo(
     () => (ledger?.incidents ?? []).filter((incident) => incident.step !== null).map((incident) => ({ step: incident.step!, text: incident.text })),
@@ -181,38 +187,6 @@ function Charts({ run, ledger, round }: { run: Overview; ledger: Ledger | null; 
 export function rangeOf(text: string | null): [number, number] | null {
   const match = /^(\d+)-(\d+)$/.exec(text ?? "");
   return match && Number(match[2]) > Number(match[1]) ? [Number(match[1]), Number(match[2])] : null;
-}
-
-/** Plots of a run's metrics; what is shown stays until the next answer is there. */
-function usePlots(name: string, keys: string[], range: [number, number] | null, round: number): Record<string, Plot> {
-  const [plots, setPlots] = useState<Record<string, Plot>>({});
-  const busy = useRef(false);
-  const later = useRef(false);
-  const wanted = useRef({ name, keys, range });
-  wanted.current = { name, keys, range };
-  const load = async () => {
-    if (busy.current) {
-      later.current = true;
-      return;
-    }
-    busy.current = true;
-    do {
-      later.current = false;
-      const now = wanted.current;
-      if (!now.keys.length) break;
-      try {
-        const answer = await ask<{ plots: Record<string, Plot> }>("/api/series", {
-          run: [now.name], key: now.keys, buckets: 700, first: now.range?.[0], last: now.range?.[1],
-        });
-        if (now.name === wanted.current.name) setPlots(answer.plots);
-      } catch {
-        break; // the title says that the run is gone
-      }
-    } while (later.current);
-    busy.current = false;
-  };
-  useEffect(() => void load(), [name, keys.join("\n"), range?.[0], range?.[1], round]);
-  return plots;
 }
 
 function elapsedOf(ledger: Ledger): (step: number) => number {

@@ -1,10 +1,11 @@
 // All runs: filter, sort, choose columns, select some to compare. The list follows the runs while they go on.
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { ask, useAsk, useLive } from "./api";
+import { useAsk, useLive } from "./api";
 import { duration, fixed, loss, number, percent, short, when } from "./format";
 import { Empty, Problem, State } from "./parts";
+import { askPlots } from "./plots";
 import { go, runUrl, setQuery, usePlace } from "./router";
-import type { Plot, RunRow } from "./types";
+import type { RunRow } from "./types";
 
 interface Listing {
   runs: RunRow[];
@@ -119,7 +120,7 @@ export function RunsPage() {
                     <input type="checkbox" aria-label={`select ${row.name}`} checked={picked.has(row.name)} onChange={() => toggle(row.name)} />
                   </td>
                   <th scope="row" class="name">
-                    <a href={runUrl(row.name)}>{row.name}</a>
+                    <a href={runUrl(row.name)} title={row.note || undefined}>{row.name}</a>
                     {row.tags?.map((tag) => <span class="tag" key={tag}>{tag}</span>)}
                   </th>
                   <td><State state={row.state} />{row.state === "running" && row.eta_s != null && <span class="eta"> ETA {duration(row.eta_s)}</span>}</td>
@@ -256,7 +257,7 @@ function useSparks(rows: RunRow[]): Record<string, (number | null)[]> {
     const load = async () => {
       for (let at = 0; at < wanted.length && current; at += 12) {
         const part = wanted.slice(at, at + 12);
-        const answers = await Promise.all(part.map((row) => ask<{ plots: Record<string, Plot> }>("/api/series", {
+        const answers = await Promise.all(part.map((row) => askPlots({
           run: [row.name], key: row.objective && row.reward != null ? ["reward"] : ["loss"], buckets: 40,
         }).catch(() => null)));
         if (!current) return;

@@ -24,9 +24,10 @@ export function setTheme(next: Theme): void {
   apply(next);
 }
 
+const system = matchMedia("(prefers-color-scheme: dark)");
+
 export function apply(chosen: Theme): void {
-  if (chosen === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = chosen;
+  document.documentElement.dataset.theme = chosen !== "auto" ? chosen : system.matches ? "dark" : "light";
   listeners.forEach((listener) => listener());
 }
 
@@ -36,4 +37,4 @@ export function onTheme(listener: () => void): () => void {
   return () => listeners.delete(listener);
 }
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => listeners.forEach((listener) => listener()));
+system.addEventListener("change", () => apply(theme()));

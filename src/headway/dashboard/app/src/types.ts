@@ -23,7 +23,7 @@ export interface RunRow {
   mfu?: number | null;
   eta_s?: number | null;
   tags?: string[];
-  notes?: string;
+  note?: string;
   problem?: string;
 }
 
@@ -51,7 +51,7 @@ export interface Evaluation {
   metrics: { name: string; value: number; low: number | null; high: number | null; share: boolean }[];
 }
 
-// app.series_document
+// Unpacked in plots.ts.
 export interface Plot {
   steps: number[];
   lines: Record<string, (number | null)[]>;
@@ -179,6 +179,49 @@ export interface Dataset {
   vocab_size?: number;
   shards?: number;
   bytes?: number;
+  /** Images or video: `documents` counts clips. */
+  media?: boolean;
+  seconds?: number | null;
+}
+
+// sheets.clip_page
+export interface Clip {
+  clip: number;
+  name: string;
+  captions: string[];
+  label: number | null;
+  width: number;
+  height: number;
+  frames: number;
+  seconds: number;
+}
+
+// lineage.name_list
+export interface ModelName {
+  name: string;
+  run: string;
+  step: number;
+  digest: string;
+  at: number;
+  notes: { at: number; text: string }[];
+  before: { run: string; step: number; at: number }[];
+  here: boolean;
+}
+
+// lineage.lineage_document
+export interface LineageNode {
+  kind: string;
+  name: string;
+  id: string | null;
+  digest: string | null;
+  gone: boolean;
+  scores: Record<string, number>;
+}
+
+export interface LineageBranch extends LineageNode {
+  how: string;
+  repeated: boolean;
+  branches: LineageBranch[];
 }
 
 export interface DatasetSample {
