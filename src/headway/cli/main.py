@@ -58,6 +58,7 @@ VERBS: dict[str, dict[str, str]] = {
         "fetch": "Sync a run's records from its object store",
     },
     "Submit jobs": {
+        "up": "Start the service that schedules a cluster's jobs",
         "submit": "Submit a run to the local queue, Slurm or Ray",
         "sweep": "Run a grid of settings as one job and rank it",
         "jobs": "List submitted jobs and their state",

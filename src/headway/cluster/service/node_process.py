@@ -1,0 +1,62 @@
+"""The agent of one node: reports what runs here, obeys, and does it again; the process behind `NodeAgent`.
+
+Started as NAME FOLDER URL TOKEN_FILE. It ends when its parent does, and jobs go on: the next one finds them.
+"""
+
+import fcntl
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from pydantic_core import to_jsonable_python
+
+from headway.cluster.service.connection import ServiceConnection
+from headway.cluster.service.faults import write_points
+from headway.cluster.service.host_starts import HostStarts
+from headway.cluster.service.messages import ORDERS
+from headway.cluster.service.node import NodeAgent
+from headway.errors import EngineError, HeadwayError
+
+BUSY_S, IDLE_S = 0.1, 2.0
+"""How long orders may take to come while jobs run here, whose exits must be reported, and while none do."""
+RETRY_S = 0.2
+
+
+def main() -> int:
+    """Serve until the parent process is gone."""
+    name, folder, url, token_file = sys.argv[1], Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then ends this process
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the agent before this one may be about to end
+        starts = HostStarts(folder, write_points())
+        agent, connection = NodeAgent(name, starts), ServiceConnection(url, token_file.read_text().strip(), keep=True)
+        version: int | None = None
+        sent: object = None
+        while os.getppid() == parent:
+            report = to_jsonable_python(agent.report())
+            wait_s = 0.0 if report != sent else BUSY_S if starts.busy else IDLE_S
+            try:
+                answer = connection.post("/api/v1/sync", {"report": report, "version": version, "wait_s": wait_s})
+            except EngineError:
+                version = None
+                time.sleep(RETRY_S)
+                continue
+            except HeadwayError as error:
+                print(f"node {name}: {error.message}", file=sys.stderr, flush=True)
+                time.sleep(10 * RETRY_S)
+                continue
+            version, sent = answer["version"], report
+            if not agent.obey(ORDERS.validate_python(answer["orders"])):
+                print(
+                    f"node {name}: refused orders of an older service, or another cluster", file=sys.stderr, flush=True
+                )
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
