@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from engine_suite import *  # noqa: E402, F403
-from engine_suite import EngineHarness  # noqa: E402
-from service_process import ServiceProcess  # noqa: E402
+from engine_suite import *  # noqa: F403
+from engine_suite import EngineHarness
+from service_process import ServiceProcess
 
-from headway.cluster.service.service_engine import ServiceEngine  # noqa: E402
+from headway.cluster.service.service_engine import ServiceEngine
 
 
 @pytest.fixture(scope="module")
