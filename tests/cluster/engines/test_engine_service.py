@@ -8,9 +8,9 @@ pytest.importorskip("sqlalchemy")
 
 from engine_suite import *  # noqa: F403
 from engine_suite import EngineHarness
-from service_process import ServiceProcess
 
 from headway.cluster.service.service_engine import ServiceEngine
+from service_process import ServiceProcess
 
 
 @pytest.fixture(scope="module")

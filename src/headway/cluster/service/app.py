@@ -81,7 +81,7 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
     def submit(submission: Submission) -> dict[str, Any]:
         request = request_from_json(submission.request)
         if submission.dry:
-            plane.cluster.check_job(job_of(request, "0", plane.now_s, plane.cluster.tenants))
+            plane.cluster.check_job(job_of(request, request.name, plane.now_s, plane.cluster.tenants))
             return {"id": None}
         return {"id": plane.submit(request, submission.secrets, submission.key)}
 

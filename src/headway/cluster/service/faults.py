@@ -4,6 +4,8 @@ import os
 import signal
 
 VARIABLE = "HEADWAY_KILL_AT_WRITE"
+NODE_VARIABLE = "HEADWAY_KILL_NODE_AT_WRITE"
+"""The same for the first agents that a service starts."""
 
 
 class WritePoints:

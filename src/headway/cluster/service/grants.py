@@ -80,7 +80,8 @@ def grant_decisions(snapshot: ClusterSnapshot, holdings: Holdings, decisions: Se
             node = snapshot.nodes.names[row]
             free = [gpu for gpu in holdings.ids[node] if gpu not in taken.get(node, ())]
             later = [gpu for gpu in holdings.ids[node] if gpu in leaving.get(node, ())]
-            chosen = (*free, *later)[:count]
+            able = {*(*free, *later)[:count]}
+            chosen = tuple(gpu for gpu in holdings.ids[node] if gpu in able)
             assert len(chosen) == count, "a start gets what decide counted"
             taken.setdefault(node, set()).update(chosen)
             leaving.setdefault(node, set()).difference_update(chosen)

@@ -1,6 +1,7 @@
 """The agent of one node: reports what runs here, obeys, and does it again; the process behind `NodeAgent`.
 
-Started as NAME FOLDER URL TOKEN_FILE. It ends when its parent does, and jobs go on: the next one finds them.
+Started as NAME FOLDER URL TOKEN_FILE PARENT. It ends when its parent does, even one that was gone before it began, and
+jobs go on: the next one finds them.
 """
 
 import fcntl
@@ -26,8 +27,13 @@ RETRY_S = 0.2
 
 def main() -> int:
     """Serve until the parent process is gone."""
-    name, folder, url, token_file = sys.argv[1], Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    parent = os.getppid()
+    name, folder, url, token_file, parent = (
+        sys.argv[1],
+        Path(sys.argv[2]),
+        sys.argv[3],
+        Path(sys.argv[4]),
+        int(sys.argv[5]),
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then ends this process
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:

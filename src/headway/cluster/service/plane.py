@@ -112,7 +112,7 @@ class ControlPlane:
     def submit(self, request: LaunchRequest, secrets: Mapping[str, str] | None = None, key: str | None = None) -> str:
         """Queue a job, or the tasks of an array, and return its id; repeating a `key` returns the same id."""
         now, tenants = self.now_s, self.cluster.tenants
-        self.cluster.check_job(job_of(request, "0", now, tenants))
+        self.cluster.check_job(job_of(request, request.name, now, tenants))
         with self._store.write() as transaction:
             if key is not None:
                 known = transaction.execute(select(jobs.c.id, jobs.c.array).where(jobs.c.key == key)).first()
@@ -332,9 +332,8 @@ class ControlPlane:
         return True
 
     def _grant(self, transaction: Transaction, decision: LiveDecision) -> None:
-        starts = dict(
-            transaction.execute(select(jobs.c.id, jobs.c.starts).where(jobs.c.id.in_(decision.after))).tuples().all()
-        )
+        started = select(jobs.c.id, jobs.c.starts).where(jobs.c.id.in_(decision.after))
+        starts = {row.id: row.starts for row in transaction.execute(started)}
         number = transaction.execute(select(jobs.c.starts).where(jobs.c.id == decision.job)).scalar_one() + 1
         values = {"state": "starting", "starts": number, "stop": "", "exit_status": None}
         values["reason"] = _starting_reason(decision)
@@ -358,9 +357,8 @@ class ControlPlane:
             granted = connection.execute(select(ranks).where(ranks.c.state == "granted")).all()
             if not granted:
                 return 0
-            alive = set(
-                connection.execute(select(ranks.c.job, ranks.c.start).where(ranks.c.state != "exited")).tuples()
-            )
+            running = select(ranks.c.job, ranks.c.start).where(ranks.c.state != "exited")
+            alive = {(row.job, row.start) for row in connection.execute(running)}
         ready = {row.job for row in granted if not alive & {(job, start) for job, start in json.loads(row.after)}}
         if not ready:
             return 0
@@ -404,7 +402,7 @@ def _array_counts() -> Any:
 
 def _to_offer(waiting: Sequence[Row[Any]], counts: Sequence[Row[Any]]) -> list[Row[Any]]:
     """Return the jobs to offer: of an array at most as many as may run at a time."""
-    active = dict(row.tuple() for row in counts)
+    active = {array: count for array, count in counts}  # noqa: C416 (rows are no pairs to mypy)
     offers = []
     for row in waiting:
         if row.at_once is not None:

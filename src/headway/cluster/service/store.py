@@ -36,7 +36,7 @@ class Store:
         self._engine, self._points = engine, points or WritePoints()
         self.lock = threading.RLock()
         with self.lock, self._guarded(), engine.begin() as connection:
-            known = dict(connection.execute(select(facts.c.name, facts.c.value)).tuples().all())
+            known = {row.name: row.value for row in connection.execute(select(facts))}
             if not known:
                 known = {"format": str(FORMAT), "cluster": secrets.token_hex(8), "epoch": "0"}
                 connection.execute(insert(facts), [{"name": name, "value": value} for name, value in known.items()])
