@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 from pydantic_core import to_jsonable_python
 
@@ -27,19 +28,20 @@ RETRY_S = 0.2
 
 def main() -> int:
     """Serve until the parent process is gone."""
-    name, folder, url, token_file, parent = (
-        sys.argv[1],
-        Path(sys.argv[2]),
-        sys.argv[3],
-        Path(sys.argv[4]),
-        int(sys.argv[5]),
-    )
+    name, place, url, token_file, parent_pid = sys.argv[1:]
+    folder, parent = Path(place), int(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then ends this process
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the agent before this one may be about to end
+        while not _locked(lock):  # the agent before this one may be about to end
+            if os.getppid() != parent:
+                return 0
+            time.sleep(RETRY_S)
         starts = HostStarts(folder, write_points())
-        agent, connection = NodeAgent(name, starts), ServiceConnection(url, token_file.read_text().strip(), keep=True)
+        agent, connection = (
+            NodeAgent(name, starts),
+            ServiceConnection(url, Path(token_file).read_text().strip(), keep=True),
+        )
         version: int | None = None
         sent: object = None
         while os.getppid() == parent:
@@ -62,6 +64,15 @@ def main() -> int:
                 )
                 return 1
     return 0
+
+
+def _locked(lock: TextIO) -> bool:
+    """Whether this process has become the only agent of the folder."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
