@@ -60,12 +60,11 @@ def job_table(rows: list[dict[str, Any]]) -> list[str]:
     width = columns()
     widths = [max(map(len, column)) for column in zip(*words, strict=True)]
     widths[1] = max(8, min(widths[1], width - sum(widths) + widths[1] - 10))
-    lines = []
-    for cells, row in zip(words, [None, *rows], strict=True):
+    lines = list[str]()
+    for cells, reason in zip(words, ["", *(row["reason"] for row in rows)], strict=True):
         parts = [shortened(cell, length).ljust(length) for cell, length in zip(cells, widths, strict=True)]
         lines.append(shortened("  ".join(parts).rstrip(), width))
-        if row is not None and row["reason"]:
-            lines.append(shortened(f"  {row['reason']}", width))
+        lines += [shortened(f"  {reason}", width)] if reason else []
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The service of `headway up` as an engine, on this machine's node."""
+"""The service of `headway up` as an engine, on this machine's node: all of the shared suite (slow: `make test-all`)."""
 
 from collections.abc import Iterator
 
@@ -11,6 +11,8 @@ from engine_suite import EngineHarness
 
 from headway.cluster.service.service_engine import ServiceEngine
 from service_process import ServiceProcess
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -304,7 +304,7 @@ class World:
         acts = ("cycle",) * 6 + ("submit",) * 2 + ("cancel", "hold", "release", "warn_job")
         self.serve(rng.choice(acts) if self.faults else rng.choice(("cycle", "cycle", "release")))
         for name in self.disks:
-            if rng.random() < 0.7:
+            if rng.random() < 0.6:
                 self.talk(name)
         if self._lossy(0.01):
             self.reboot(rng.choice(list(self.disks)))

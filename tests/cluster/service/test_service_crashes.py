@@ -57,6 +57,7 @@ def test_jobs_outlive_a_killed_service_and_are_found_by_the_next(service: Servic
     assert (folder / "next").read_text() == "ran\n"
 
 
+@pytest.mark.slow
 def test_killed_agent_of_a_node_is_replaced_and_finds_its_jobs(service: ServiceProcess, tmp_path: Path) -> None:
     service.start()
     engine, folder = ServiceEngine(service.runs), tmp_path / "job"
@@ -72,6 +73,7 @@ def test_killed_agent_of_a_node_is_replaced_and_finds_its_jobs(service: ServiceP
     assert len((folder / "pids").read_text().split()) == 1
 
 
+@pytest.mark.slow
 def test_second_service_of_a_folder_is_refused(service: ServiceProcess) -> None:
     service.start()
     error = headway(service.runs, "up", "--port", "0", status=1)
@@ -139,14 +141,16 @@ def request_json(asked: LaunchRequest) -> dict[str, object]:
     return request_to_json(asked)
 
 
-@pytest.mark.parametrize("fault", [3, 9, 16])
+@pytest.mark.parametrize(
+    "fault", [9, pytest.param(3, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)]
+)
 def test_killed_at_a_write_nothing_is_lost_or_done_twice(service: ServiceProcess, tmp_path: Path, fault: int) -> None:
     assert lives(service, tmp_path / "job", fault) == 1
 
 
 @pytest.mark.slow
 def test_killed_at_every_write_nothing_is_lost_or_done_twice(tmp_path: Path) -> None:
-    """The first life without a fault tells nothing of their number: they are tried until the service outlives one."""
+    """They are tried in order until the service outlives one."""
     for fault in range(1, 200):
         service = ServiceProcess(tmp_path / f"runs-{fault}", "--cpus", "4", "--gpus", "2")
         try:
@@ -158,6 +162,7 @@ def test_killed_at_every_write_nothing_is_lost_or_done_twice(tmp_path: Path) -> 
     raise AssertionError("the service never came to its end")
 
 
+@pytest.mark.slow
 def test_agent_killed_around_the_start_of_a_command_starts_it_once(service: ServiceProcess, tmp_path: Path) -> None:
     """At each write of the node's agent, before and after the process exists."""
     for fault in (1, 2, 3):

@@ -42,7 +42,7 @@ def check_record(world: World) -> None:
     assert not state.snapshot.ending
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_whatever_happens_each_job_runs_and_ends_once(tmp_path: Path, seed: int) -> None:
     lived(tmp_path, seed, 120)
 

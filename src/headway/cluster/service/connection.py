@@ -3,7 +3,6 @@
 import http.client
 import json
 import socket
-import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,9 +50,7 @@ class ServiceConnection:
     def _once(self, method: str, path: str, body: bytes | None) -> Any:
         if self._connection is None:
             parts = urlsplit(self.url)
-            kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-            options = {"context": ssl.create_default_context()} if parts.scheme == "https" else {}
-            self._connection = kind(parts.hostname or "", parts.port, timeout=self._timeout_s, **options)  # type: ignore[arg-type]
+            self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._timeout_s)
         headers = {"authorization": f"Bearer {self._token}", "content-type": "application/json"}
         self._connection.request(method, path, body, headers)
         answer = self._connection.getresponse()
