@@ -105,7 +105,7 @@ def _serve(
     from headway.cluster.service.live_service import LiveService
     from headway.cluster.service.plane import ControlPlane
     from headway.cluster.service.single import only_service, publish_address
-    from headway.cluster.service.store import Store
+    from headway.cluster.service.store import ServiceStore
     from headway.cluster.service.tables import open_database, sqlite_url
     from headway.dashboard.server import listen, serve
 
@@ -116,7 +116,7 @@ def _serve(
         engine = open_database(database or sqlite_url(folder / "control.db"))
         points = write_points()
         os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
-        store = Store(engine, points)
+        store = ServiceStore(engine, points)
         plane = ControlPlane(store, time.time, speed)
         plane.set_cluster(nodes, tenants, policy)
         service = LiveService(store, plane, lambda line: print(line, file=sys.stderr, flush=True))

@@ -20,10 +20,10 @@ from headway.cluster.service.cycle import run_cycle
 from headway.cluster.service.decider import InProcessDecider
 from headway.cluster.service.faults import WritePoints
 from headway.cluster.service.messages import ORDERS, NodeOrders, StartReport, WantedStart
-from headway.cluster.service.node import NodeAgent, Starts
+from headway.cluster.service.node import ClusterNode, Starts
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.plane import ControlPlane
-from headway.cluster.service.store import Store, Superseded
+from headway.cluster.service.store import ServiceStore, Superseded
 from headway.cluster.service.tables import jobs, open_database, ranks
 from headway.errors import EngineError
 
@@ -140,7 +140,7 @@ class World:
 
         self.engine.dispose()
         self.disks = {str(node["name"]): {} for node in NODES}
-        self.agents: dict[str, NodeAgent | None] = dict.fromkeys(self.disks)
+        self.agents: dict[str, ClusterNode | None] = dict.fromkeys(self.disks)
         self.late: dict[str, NodeOrders] = {}
         self.plane: ControlPlane | None = None
         self.zombie: ControlPlane | None = None
@@ -148,7 +148,7 @@ class World:
     # -- the service
 
     def start_service(self) -> None:
-        store = Store(self.engine, self.points)
+        store = ServiceStore(self.engine, self.points)
         self.plane = ControlPlane(store, lambda: self.time + self.skew)
         self.decider = InProcessDecider()
         self.plane.set_cluster(NODES, TENANTS, "headway")
@@ -221,7 +221,7 @@ class World:
         """A node reports and obeys: in one go, or with losses, delays and repeats."""
         agent = self.agents[name]
         if agent is None:
-            self.agents[name] = agent = NodeAgent(name, SimStarts(self, name, self.disks[name]))
+            self.agents[name] = agent = ClusterNode(name, SimStarts(self, name, self.disks[name]))
             self.late.pop(name, None)
         try:
             if name in self.late:

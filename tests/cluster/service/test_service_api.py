@@ -23,7 +23,7 @@ from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.messages import NodeReport, StartReport
 from headway.cluster.service.outcome import RankResult, outcome_of
 from headway.cluster.service.plane import ControlPlane
-from headway.cluster.service.store import DamagedRecord, Store, Superseded
+from headway.cluster.service.store import DamagedRecord, ServiceStore, Superseded
 from headway.cluster.service.tables import open_database, sqlite_url
 from headway.errors import EngineError, UsageError
 
@@ -64,7 +64,7 @@ def database(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def api(database: Path) -> Iterator[Api]:
-    store = Store(open_database(sqlite_url(database)))
+    store = ServiceStore(open_database(sqlite_url(database)))
     plane = ControlPlane(store)
     plane.set_cluster(SPECS, [{"name": "default"}], "headway")
     decider = InProcessDecider()
@@ -193,7 +193,7 @@ def test_waiting_job_is_explained_from_live_state(api: Api) -> None:
 
 def test_silent_node_gets_no_new_jobs_until_it_reports(database: Path) -> None:
     now = [1000.0]
-    store = Store(open_database(sqlite_url(database)))
+    store = ServiceStore(open_database(sqlite_url(database)))
     plane, decider = ControlPlane(store, lambda: now[0]), InProcessDecider()
     plane.set_cluster(SPECS[:1], [{"name": "default"}], "headway")
     plane.sync(NodeReport("n1"))
@@ -206,7 +206,7 @@ def test_silent_node_gets_no_new_jobs_until_it_reports(database: Path) -> None:
 
 
 def test_older_service_cannot_write_any_more(api: Api, database: Path) -> None:
-    newer = Store(open_database(sqlite_url(database)))
+    newer = ServiceStore(open_database(sqlite_url(database)))
     with pytest.raises(Superseded):
         api.plane.submit(LaunchRequest("job", ("true",), Path("/tmp")))
     assert api.plane.sync(NodeReport("n1")).epoch < newer.epoch
@@ -222,7 +222,7 @@ def test_changed_record_is_noticed(api: Api, database: Path, change: str) -> Non
     connection.close()
     engine = open_database(sqlite_url(database))
     with pytest.raises(DamagedRecord, match=r"line [12] of the record"):
-        Store(engine)
+        ServiceStore(engine)
     engine.dispose()
 
 
@@ -231,7 +231,7 @@ def test_full_database_is_one_sentence_and_loses_nothing(api: Api, database: Pat
     full = open_database(sqlite_url(database))
     listens_for(full, "connect")(lambda connection, _: connection.execute("PRAGMA max_page_count = 1").close())
     full.dispose()
-    plane = ControlPlane(Store(full))
+    plane = ControlPlane(ServiceStore(full))
     plane.set_cluster(SPECS, [{"name": "default"}], "headway")
     large = LaunchRequest("job", ("true", "x" * 100_000), Path("/tmp"))
     with pytest.raises(EngineError, match="the database failed: database or disk is full"):

@@ -23,7 +23,7 @@ POLL_S = 0.02
 LONGEST_WAIT_S = 10.0
 
 
-class Submission(BaseModel):
+class JobSubmission(BaseModel):
     """A job to queue."""
 
     model_config = ConfigDict(extra="forbid")
@@ -33,7 +33,7 @@ class Submission(BaseModel):
     dry: bool = False
 
 
-class Signal(BaseModel):
+class SignalRequest(BaseModel):
     """A signal to send."""
 
     model_config = ConfigDict(extra="forbid")
@@ -78,7 +78,7 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
             return list_jobs(connection, [name])
 
     @app.post("/api/v1/jobs")
-    def submit(submission: Submission) -> dict[str, Any]:
+    def submit(submission: JobSubmission) -> dict[str, Any]:
         request = request_from_json(submission.request)
         if submission.dry:
             plane.cluster.check_job(job_of(request, request.name, plane.now_s, plane.cluster.tenants))
@@ -101,7 +101,7 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
         return service.why(listed(names_of(job))[0])
 
     @app.post("/api/v1/jobs/{job}/signal")
-    def send_signal(job: str, body: Signal) -> list[dict[str, Any]]:
+    def send_signal(job: str, body: SignalRequest) -> list[dict[str, Any]]:
         plane.signal(names_of(job), body.number)
         return listed(names_of(job))
 

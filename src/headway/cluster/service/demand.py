@@ -76,7 +76,7 @@ def _number(request: LaunchRequest, key: str, default: float) -> float:
         raise UsageError(f"job {request.name}: {key} is {request.site[key]!r}", hint=SITE[key]) from None
 
 
-class Cluster:
+class EmptyCluster:
     """Nodes, tenants and policy of a cluster without jobs; UsageError if they do not fit together."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:

@@ -192,8 +192,8 @@ class HostStarts(Starts):
         return sent
 
     def _kill(self, start: _Start, number: int, *, our_child: bool = False) -> bool:
-        ours = our_child or start.key in self._children
-        return kill_task(start.own, start.boot, number, our_child=ours)
+        is_child = our_child or start.key in self._children
+        return kill_task(start.own, start.boot, number, our_child=is_child)
 
 
 def _result(start: _Start) -> RankResult:

@@ -12,7 +12,7 @@ from headway.cluster.service.cycle import MAX_GAP_S, run_cycle
 from headway.cluster.service.decider import DeciderProcess
 from headway.cluster.service.faults import NODE_VARIABLE, VARIABLE
 from headway.cluster.service.plane import ControlPlane
-from headway.cluster.service.store import DamagedRecord, Store, Superseded
+from headway.cluster.service.store import DamagedRecord, ServiceStore, Superseded
 from headway.errors import EngineError, HeadwayError
 
 AGENT_CHECK_S = 0.5
@@ -26,7 +26,7 @@ class LiveService:
 
     def __init__(
         self,
-        store: Store,
+        store: ServiceStore,
         plane: ControlPlane,
         log: Callable[[str], None],
         decider: DeciderProcess | None = None,

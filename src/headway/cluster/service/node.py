@@ -41,7 +41,7 @@ class Starts(ABC):
         """Whether orders of this service may be obeyed: of the same cluster, and of none older than the newest."""
 
 
-class NodeAgent:
+class ClusterNode:
     """One node; the service asks nothing of it but what its orders say."""
 
     def __init__(self, name: str, starts: Starts) -> None:

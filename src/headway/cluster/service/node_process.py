@@ -1,4 +1,4 @@
-"""The agent of one node: reports what runs here, obeys, and does it again; the process behind `NodeAgent`.
+"""The agent of one node: reports what runs here, obeys, and does it again; the process behind `ClusterNode`.
 
 Started as NAME FOLDER URL TOKEN_FILE PARENT. It ends when its parent does, even one that was gone before it began, and
 jobs go on: the next one finds them.
@@ -18,7 +18,7 @@ from headway.cluster.service.connection import ServiceConnection
 from headway.cluster.service.faults import write_points
 from headway.cluster.service.host_starts import HostStarts
 from headway.cluster.service.messages import ORDERS
-from headway.cluster.service.node import NodeAgent
+from headway.cluster.service.node import ClusterNode
 from headway.errors import EngineError, HeadwayError
 
 BUSY_S, IDLE_S = 0.1, 2.0
@@ -39,7 +39,7 @@ def main() -> int:
             time.sleep(RETRY_S)
         starts = HostStarts(folder, write_points())
         agent, connection = (
-            NodeAgent(name, starts),
+            ClusterNode(name, starts),
             ServiceConnection(url, Path(token_file).read_text().strip(), keep=True),
         )
         version: int | None = None

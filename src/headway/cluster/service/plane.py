@@ -15,13 +15,13 @@ from sqlalchemy import Row, delete, func, insert, or_, select, update
 
 from headway.cluster.engines.engine import CANCELLED, OVER, LaunchRequest, cannot_signal
 from headway.cluster.engines.submissions import request_to_json
-from headway.cluster.service.demand import Cluster, job_of
+from headway.cluster.service.demand import EmptyCluster, job_of
 from headway.cluster.service.exits import finish_if_exited
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.live_state import decided_line, job_from_json, job_to_json
 from headway.cluster.service.messages import NodeOrders, NodeReport, WantedStart, start_key
 from headway.cluster.service.outcome import RankResult
-from headway.cluster.service.store import Store, Transaction
+from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import jobs, nodes, ranks
 from headway.errors import EngineError, UsageError
 
@@ -34,12 +34,12 @@ RESULT = RankResult.__dataclass_fields__
 class ControlPlane:
     """The state of a cluster in its database, and everything that changes it."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.time, speed: float = 1.0) -> None:
+    def __init__(self, store: ServiceStore, clock: Callable[[], float] = time.time, speed: float = 1.0) -> None:
         """`clock` returns Unix seconds; the scheduler's time passes `speed` times as fast, for emulated clusters."""
         self._store, self._clock, self._speed = store, clock, speed
         self._began = clock()
         self._offset = float(store.lines[-1]["at"]) if store.lines else 0.0
-        self._cluster: Cluster | None = None
+        self._cluster: EmptyCluster | None = None
         self.secrets: dict[str, dict[str, str]] = {}
         """Values of secret variables by job: in memory only."""
         self._reported: dict[str, float] = {}
@@ -63,7 +63,7 @@ class ControlPlane:
         return self._store.lines
 
     @property
-    def cluster(self) -> "Cluster":
+    def cluster(self) -> "EmptyCluster":
         """Nodes, tenants and policy."""
         if self._cluster is None:
             raise EngineError("the cluster has no nodes yet", hint="wait until the first one has joined")
@@ -91,7 +91,7 @@ class ControlPlane:
                     f"tenant {min(gone)} has jobs and is not listed any more", hint="cancel its jobs first"
                 )
             values = {"nodes": list(known.values()), "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
-            cluster = Cluster(values)
+            cluster = EmptyCluster(values)
             before = next((line for line in reversed(self._store.lines) if "cluster" in line), {}).get("cluster")
             if cluster.values != before:
                 transaction.add_lines([{"at": self.now_s, "cluster": values}])

@@ -28,7 +28,7 @@ class DamagedRecord(EngineError):
     """A line of the record is not as it was written."""
 
 
-class Store:
+class ServiceStore:
     """Transactions on a database, by one service at a time."""
 
     def __init__(self, engine: Engine, points: WritePoints | None = None) -> None:
