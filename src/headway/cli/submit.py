@@ -11,7 +11,7 @@ from headway.cli.text import next_line, print_json
 from headway.cluster.submit import runs as submitting
 from headway.cluster.submit.commands import CommandResources, submit_command, with_user
 from headway.errors import UsageError
-from headway.hardware import parse_on
+from headway.hardware import Cluster, parse_on
 from headway.recipe import load_recipe
 from headway.track import command, runs_root
 
@@ -105,7 +105,7 @@ def submit(
     print(next_line(*(command(root, words) for words in (listing, f"logs {run} --follow", f"cancel {run}"))))
 
 
-def _recipe_and_cluster(what: list[str], on: str | None) -> tuple[Path, submitting.Cluster]:
+def _recipe_and_cluster(what: list[str], on: str | None) -> tuple[Path, Cluster]:
     """Return the recipe and the devices of a run."""
     if len(what) > 1:
         raise UsageError(f"expected one recipe, got {' '.join(what)}", hint="put -- before a command")

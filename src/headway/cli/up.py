@@ -7,7 +7,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -90,8 +90,8 @@ def _serve(
     root: Path,
     folder: Path,
     address: tuple[str, int],
-    nodes: list[dict[str, object]],
-    tenants: list[dict[str, object]],
+    nodes: list[dict[str, Any]],
+    tenants: list[dict[str, Any]],
     policy: str,
     database: str | None,
     speed: float,
@@ -120,8 +120,7 @@ def _serve(
         plane = ControlPlane(store, time.time, speed)
         plane.set_cluster(nodes, tenants, policy)
         service = LiveService(store, plane, lambda line: print(line, file=sys.stderr, flush=True))
-        tokens = [_token(folder / name) for name in (TOKEN, NODE_TOKEN)]
-        app = make_app(service, *tokens, host)
+        app = make_app(service, _token(folder / TOKEN), _token(folder / NODE_TOKEN), host)
 
         def listening() -> None:
             publish_address(folder, url)
@@ -132,7 +131,7 @@ def _serve(
             if json:
                 print_json({"listening": url, "runs": str(root), "nodes": [node["name"] for node in nodes]})
             else:
-                count = sum(len(node["gpus"]) for node in nodes)  # type: ignore[arg-type]
+                count = sum(len(node["gpus"]) for node in nodes)
                 print(f"{url}: {plural(len(nodes), 'node')}, {plural(count, 'GPU')}, {plural(len(tenants), 'tenant')}")
                 if speed != 1.0:
                     print(f"emulated: the scheduler's clock runs {speed:g} times as fast")

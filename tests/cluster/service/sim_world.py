@@ -118,6 +118,8 @@ class World:
 
     folder: Path
     seed: int
+    url: str = ""
+    """Of a database; SQLite by default."""
     faults: bool = True
     time: float = 1_000_000.0
     skew: float = 0.0
@@ -132,11 +134,12 @@ class World:
     def __post_init__(self) -> None:
         self.rng = Random(self.seed)
         self.points = CrashingPoints(self.rng, 0.0)
-        self.engine = open_database(f"sqlite:///{self.folder / f'{self.seed}.db'}")
+        self.engine = open_database(self.url or f"sqlite:///{self.folder / f'{self.seed}.db'}")
 
         @event.listens_for(self.engine, "connect")
         def fast(connection: object, _: object) -> None:
-            connection.execute("PRAGMA synchronous = OFF").close()  # type: ignore[attr-defined]
+            if not self.url:
+                connection.execute("PRAGMA synchronous = OFF").close()  # type: ignore[attr-defined]
 
         self.engine.dispose()
         self.disks = {str(node["name"]): {} for node in NODES}

@@ -14,8 +14,8 @@ from headway.cluster.service.grants import encode
 from headway.cluster.service.live_state import LiveState
 
 
-def lived(folder: Path, seed: int, ticks: int) -> World:
-    world = World(folder, seed)
+def lived(folder: Path, seed: int, ticks: int, url: str = "") -> World:
+    world = World(folder, seed, url)
     for _ in range(ticks):
         world.tick()
     world.finish()

@@ -100,7 +100,7 @@ class NodeTable(Columns):
     def limits(self, pool: NodePool) -> list[tuple[str, float | str, float | str]]:
         """Return name, CPUs and memory of the nodes of a pool, "inf" where they are not limited."""
         rows = range(pool.first, pool.end)
-        return [(self.names[row], *(_plain(column[row]) for column in (self.cpus, self.memory_bytes))) for row in rows]
+        return [(self.names[row], _plain(self.cpus[row]), _plain(self.memory_bytes[row])) for row in rows]
 
     def has_room(
         self,

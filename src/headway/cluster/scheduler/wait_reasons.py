@@ -111,8 +111,7 @@ def _binding_constraint(
         if any(free_gpus.find(gpus, within, machines=machines) for free_gpus in trial.pools):
             if snapshot.nodes.counted and not trial.maintenance_ahead:
                 gib = float(snapshot.jobs.memory_bytes[row]) / 2**30
-                numbers = (("cpus", float(snapshot.jobs.cpus[row])), ("gib", gib))
-                return Reason(ReasonCode.NO_CPUS, numbers)
+                return Reason(ReasonCode.NO_CPUS, (("cpus", float(snapshot.jobs.cpus[row])), ("gib", gib)))
             return Reason(ReasonCode.WINDOW, (("gpus", gpus),))
         return Reason(ReasonCode.NO_ROOM, (("gpus", gpus), ("largest", max(trial.largest))))
     first = int(policy.order(snapshot, now)[0])

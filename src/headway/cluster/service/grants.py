@@ -162,7 +162,7 @@ def decode(fields: Mapping[str, object]) -> LiveDecision:
     """Return the decision that `encode` wrote."""
     numbers = tuple((key, value) for key, value in fields["numbers"])  # type: ignore[attr-defined]
     grant = tuple((node, tuple(ids)) for node, ids in fields.get("at", ()))  # type: ignore[attr-defined]
-    reason = Reason(ReasonCode(fields["code"]), numbers)
+    reason = Reason(ReasonCode(str(fields["code"])), numbers)
     return LiveDecision(
         str(fields["kind"]),
         str(fields["job"]),

@@ -160,7 +160,7 @@ def job_to_json(job: Job) -> dict[str, Any]:
 
 def job_from_json(fields: Line) -> Job:
     """Return the job that `job_to_json` wrote."""
-    values = {key: math.inf if value == "inf" else value for key, value in fields.items()}
+    values: dict[str, Any] = {key: math.inf if value == "inf" else value for key, value in fields.items()}
     return Job(**values)
 
 

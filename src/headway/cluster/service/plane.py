@@ -92,7 +92,7 @@ class ControlPlane:
                 )
             values = {"nodes": list(known.values()), "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
             cluster = EmptyCluster(values)
-            before = next((line for line in reversed(self._store.lines) if "cluster" in line), {}).get("cluster")
+            before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
             if cluster.values != before:
                 transaction.add_lines([{"at": self.now_s, "cluster": values}])
         self._cluster = cluster
@@ -242,8 +242,8 @@ class ControlPlane:
         others = transaction.execute(select(ranks.c.state).where(mine)).scalars().all()
         if state == "running" and "issued" not in others:
             starting = (jobs.c.id == row.job) & (jobs.c.state == "starting")
-            values = {"state": "running", "reason": "", "started": self._clock()}
-            if transaction.execute(update(jobs).where(starting).values(values)).rowcount:
+            now = {"state": "running", "reason": "", "started": self._clock()}
+            if transaction.execute(update(jobs).where(starting).values(now)).rowcount:
                 transaction.add_lines([{"at": self.now_s, "running": row.job}])
         if state == "exited":
             if result is not None and (result.error or result.lost) and {*others} - {"exited"}:
@@ -397,12 +397,12 @@ def _unoffered() -> Any:
 def _array_counts() -> Any:
     """Query how many tasks of each limited array the scheduler knows."""
     live = jobs.c.offered & jobs.c.at_once.is_not(None) & jobs.c.state.not_in(OVER)
-    return select(jobs.c.array, func.count()).where(live).group_by(jobs.c.array)
+    return select(jobs.c.array, func.count().label("tasks")).where(live).group_by(jobs.c.array)
 
 
 def _to_offer(waiting: Sequence[Row[Any]], counts: Sequence[Row[Any]]) -> list[Row[Any]]:
     """Return the jobs to offer: of an array at most as many as may run at a time."""
-    active = {array: count for array, count in counts}  # noqa: C416 (rows are no pairs to mypy)
+    active = {row.array: row.tasks for row in counts}
     offers = []
     for row in waiting:
         if row.at_once is not None:

@@ -96,6 +96,8 @@ def open_database(url: str) -> Engine:
         parsed = make_url(url)
         if parsed.get_backend_name() == "sqlite":
             engine = _open_sqlite(url)
+        elif parsed.get_backend_name() != "postgresql":
+            raise ArgumentError
         else:
             engine = create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
         metadata.create_all(engine)

@@ -40,7 +40,7 @@ def list_nodes(connection: Connection) -> list[dict[str, Any]]:
         .join(jobs, jobs.c.id == ranks.c.job)
         .where(ranks.c.state != "exited")
     )
-    held: dict[str, list[Row[Any]]] = {}
+    held: dict[str, list[Any]] = {}
     for row in connection.execute(alive):
         held.setdefault(row.node, []).append(row)
     answer = []
@@ -64,7 +64,7 @@ def _grants(connection: Connection, names: Iterable[str]) -> dict[str, list[tupl
 
 def _job(row: Row[Any], grant: list[tuple[str, list[str]]]) -> dict[str, Any]:
     demand, request = json.loads(row.demand), json.loads(row.request)
-    columns = ("id", "number", "name", "tenant", "state", "reason", "held", "starts", "exit_status")
+    columns: tuple[str, ...] = ("id", "number", "name", "tenant", "state", "reason", "held", "starts", "exit_status")
     columns += ("submitted", "started", "ended", "array")
     return {key: getattr(row, key) for key in columns} | {
         "gpus": demand["gpus"],
