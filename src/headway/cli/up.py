@@ -118,7 +118,8 @@ def _serve(
         os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
         store = ServiceStore(engine, points)
         plane = ControlPlane(store, time.time, speed)
-        plane.set_cluster(nodes, tenants, policy)
+        for name in plane.set_cluster(nodes, tenants, policy):
+            print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
         service = LiveService(store, plane, lambda line: print(line, file=sys.stderr, flush=True))
         app = make_app(service, _token(folder / TOKEN), _token(folder / NODE_TOKEN), host)
 

@@ -205,6 +205,20 @@ def test_silent_node_gets_no_new_jobs_until_it_reports(database: Path) -> None:
     store.close()
 
 
+def test_changed_node_counts_as_before_while_jobs_are_on_it(api: Api) -> None:
+    changed = [SPECS[0] | {"cpus": 2}, SPECS[1]]
+    api.submit(gpus=1)
+    (start,) = api.sync()
+    assert api.plane.set_cluster(changed, [{"name": "default"}], "headway") == ["n1"]
+    assert [node["cpus"] for node in api.get("/api/v1/nodes")] == [4, 4]
+    api.sync(StartReport(start.key, "exited", RankResult(0)))
+    assert api.plane.set_cluster(changed, [{"name": "default"}], "headway") == []
+    assert [node["cpus"] for node in api.get("/api/v1/nodes")] == [2, 4]
+    api.submit(gpus=2, cpus=3)
+    run_cycle(api.plane, api.decider)
+    assert api.get("/api/v1/jobs")[0]["placement"] == [{"node": "n2", "gpus": ["0", "1"]}]
+
+
 def test_older_service_cannot_write_any_more(api: Api, database: Path) -> None:
     newer = ServiceStore(open_database(sqlite_url(database)))
     with pytest.raises(Superseded):

@@ -73,22 +73,27 @@ class ControlPlane:
 
     def set_cluster(
         self, specs: Sequence[Mapping[str, Any]], tenants: Sequence[Mapping[str, Any]], policy: str
-    ) -> None:
-        """Record nodes and tenants if they have changed; nodes that are not named any more stay, without new jobs."""
+    ) -> list[str]:
+        """Record nodes and tenants if they have changed; nodes that are not named any more stay, without new jobs.
+
+        A node on which jobs are stays as it was recorded until a service starts when there are none: such nodes are
+        returned."""
+        unchanged = list[str]()
         with self._store.write() as transaction:
             known = {row.name: json.loads(row.spec) for row in transaction.execute(select(nodes))}
             for spec in specs:
                 if spec["name"] not in known:
                     values = {"name": spec["name"], "spec": json.dumps(spec), "state": "draining"}
                     transaction.execute(insert(nodes).values(values))
-                elif spec != known[spec["name"]]:
-                    self._change_node(transaction, spec)
+                elif spec != known[spec["name"]] and not self._change_node(transaction, spec):
+                    unchanged.append(spec["name"])
+                    continue
                 known[spec["name"]] = dict(spec)
             used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
             gone = used - {tenant["name"] for tenant in tenants}
             if gone:
                 raise UsageError(
-                    f"tenant {min(gone)} has jobs and is not listed any more", hint="cancel its jobs first"
+                    f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
                 )
             values = {"nodes": list(known.values()), "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
             cluster = EmptyCluster(values)
@@ -99,13 +104,16 @@ class ControlPlane:
         now = self._clock()
         self._reported = {spec["name"]: now for spec in specs}
         self._note_change()
+        return unchanged
 
     @staticmethod
-    def _change_node(transaction: Transaction, spec: Mapping[str, Any]) -> None:
+    def _change_node(transaction: Transaction, spec: Mapping[str, Any]) -> bool:
+        """Record what a node has now; False if jobs are on it."""
         busy = (ranks.c.node == spec["name"]) & (ranks.c.state != "exited")
         if transaction.execute(select(func.count()).select_from(ranks).where(busy)).scalar_one():
-            raise UsageError(f"node {spec['name']} has changed while jobs are on it", hint="cancel them first")
+            return False
         transaction.execute(update(nodes).where(nodes.c.name == spec["name"]).values(spec=json.dumps(spec)))
+        return True
 
     # -- what users ask
 
