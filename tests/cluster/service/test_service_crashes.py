@@ -149,6 +149,7 @@ def test_killed_at_a_write_nothing_is_lost_or_done_twice(service: ServiceProcess
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_killed_at_every_write_nothing_is_lost_or_done_twice(tmp_path: Path) -> None:
     """They are tried in order until the service outlives one."""
     for fault in range(1, 200):
