@@ -68,6 +68,8 @@ VERBS = [
     ["submit", "none.toml", "--on", "cpu"], ["submit", "recipes/demo.toml", "--on", "cpu", "--set", "data.path=none"],
     ["sweep"], ["sweep", "none"], ["sweep", "none.toml", "--grid", "seed=1,2"],
     ["sweep", "recipes/demo.toml", "--grid", "seed=1,2", "--set", "data.path=none"],
+    ["up", "--host", "0.0.0.0"], ["queue"], ["why", "job"], ["hold", "job"], ["release", "job"],
+    ["submit", "--", "true"], ["nodes", "--engine", "service"],
     ["jobs"], ["cancel", "last"], ["requeue", "last"], ["nodes"], ["nodes", "--engine", "none"],
     ["doctor", "--engine", "slurm"],
     ["cluster", "slurm-template", "none", "--controller", "a b"],
@@ -203,6 +205,7 @@ FUNCTION_IMPORTS = {
     "checkpoint.py": "headway.data.tokenizer loads the tokenizers library; only export and import need it",
     "model.py": "headway.agent takes 0.35 s to import; only recipes with model.init need it",
     "plan.py": "headway.agent takes 0.35 s to import; only recipes with model.init need it",
+    "up.py": "fastapi, sqlalchemy and uvicorn are an extra; without them the verb says what to install",
     "ui.py": "fastapi and uvicorn are an extra; without them the verb says what to install",
     "run_sync.py": "headway.agent takes 0.35 s to import; only runs on other machines need it",
 }

@@ -13,6 +13,7 @@ from headway.agent.remote.store_mirror import start_failures
 from headway.cli.jobs import sweep_named
 from headway.cli.options import Json, Run, Runs
 from headway.cli.run_sync import RunSync
+from headway.cli.service_jobs import log_lines, service_job
 from headway.cli.view import LiveStatus
 from headway.cluster.engines import OVER
 from headway.cluster.engines.settings import open_engine
@@ -40,7 +41,9 @@ def logs(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Print a run's logs, with those of its engine's job. With --json, one object per line: file, line.
+    """Print the logs of a run and of its engine's job, or of a job of the service.
+
+    With --json, one object per line: file, line.
 
     An agent started in a terminal has no log; its record is shown instead.
     """
@@ -48,6 +51,11 @@ def logs(
     sweep = sweep_named(root, run)
     if sweep is not None:
         raise _sweep_error(sweep)
+    if rank is None and attempt is None and service_job(root, run) is not None:
+        show = _printer(json, headings=True)
+        for name, line in log_lines(root, run, follow):
+            show(name, line)
+        return
     folder = find_run(root, run)
     sync = RunSync(folder)
     sync.now()

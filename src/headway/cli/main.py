@@ -58,9 +58,13 @@ VERBS: dict[str, dict[str, str]] = {
         "fetch": "Sync a run's records from its object store",
     },
     "Submit jobs": {
+        "up": "Start the service that schedules a cluster's jobs",
         "submit": "Submit a run to the local queue, Slurm or Ray",
         "sweep": "Run a grid of settings as one job and rank it",
         "jobs": "List submitted jobs and their state",
+        "queue": "List the jobs of the service",
+        "hold": "Keep a waiting job of the service from starting",
+        "release": "Let a held job of the service start",
         "cancel": "Save and cancel a submitted run or sweep",
         "requeue": "Restart a submitted run, or a sweep's failed runs",
         "nodes": "List an engine's machines and what is free",

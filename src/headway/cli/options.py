@@ -16,7 +16,9 @@ def complete_run(ctx: typer.Context) -> list[str]:
 Detach = Annotated[bool, typer.Option("--detach", help="Train in the background and return at once.")]
 EngineName = Annotated[
     str,
-    typer.Option("--engine", metavar="ENGINE", help="What starts it: local (this machine), slurm, ray or kubernetes."),
+    typer.Option(
+        "--engine", metavar="ENGINE", help="What starts it: local (this machine), service, slurm, ray or kubernetes."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 ModelSource = Annotated[

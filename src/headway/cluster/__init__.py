@@ -7,6 +7,7 @@ scheduler/elastic.py         job sizes that grow and shrink; starvation_guard.py
 scheduler/decision_log.py    record and replay of decisions; wait_reasons.py explains why a job waits
 simulate/                    months of a job trace in seconds, decided by the same code
 engines/                     what starts processes on machines: the local queue, Slurm, Ray
+service/                     the control plane: headway up, its database, its nodes
 submit/runs.py               a run as a job of an engine; sweeps.py runs many, sweep_results.py ranks them
 submit/code_delivery.py      how code reaches machines: staging.py packs it, provenance.py records its origin
 

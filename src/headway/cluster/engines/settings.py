@@ -54,7 +54,13 @@ class EngineSettings:
     """Settings that only this engine has."""
 
 
-_SITE_MODULES = {"local": None, "slurm": "slurm.batch_script", "ray": "ray.rules", "kubernetes": "kubernetes.engine"}
+_SITE_MODULES = {
+    "local": None,
+    "service": "cluster.service.demand",
+    "slurm": "cluster.engines.slurm.batch_script",
+    "ray": "cluster.engines.ray.rules",
+    "kubernetes": "cluster.engines.kubernetes.engine",
+}
 """Every engine, and the module whose SITE lists the settings that only it has."""
 
 _KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
@@ -83,6 +89,10 @@ def open_engine(name: str, runs: Path) -> Engine:
             from headway.cluster.engines.local.engine import LocalEngine
 
             return LocalEngine(runs / ".local")
+        case "service":
+            from headway.cluster.service.service_engine import ServiceEngine
+
+            return ServiceEngine(runs, settings.site)
         case "slurm":
             from headway.cluster.engines.slurm.engine import SlurmEngine
 
@@ -133,7 +143,7 @@ def engine_settings(name: str, file: Path | None = None) -> EngineSettings:
 
 def _parse(path: Path, name: str, table: Mapping[str, Any]) -> EngineSettings:
     module = _SITE_MODULES[name]
-    site_keys = import_module(f"headway.cluster.engines.{module}").SITE if module else {}
+    site_keys = import_module(f"headway.{module}").SITE if module else {}
     common, site = dict[str, Any](), dict[str, str]()
     for key, value in table.items():
         where = f"{path}: {name}.{key}"

@@ -27,7 +27,12 @@ MAX_MOVES = 16
 def compact_for_gangs(trial: WhatIf, rows: Rows, able: Rows, now: float) -> list[Decision]:
     """Move some of the `able` running jobs so that waiting gangs start, the highest-ranked first."""
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
-    able = able[jobs.preemptible[able] & (now - jobs.since_s[able] >= PAYBACK_S) & (jobs.kind[able] == BATCH)]
+    able = able[
+        (jobs.gpus[able] > 0)
+        & jobs.preemptible[able]
+        & (now - jobs.since_s[able] >= PAYBACK_S)
+        & (jobs.kind[able] == BATCH)
+    ]
     waiting = rows[large_gangs(snapshot, rows) & (jobs.gpus[rows] <= max(free_gpus.total for free_gpus in trial.pools))]
     if not len(able) or not len(waiting) or trial.maintenance_ahead:
         return []
@@ -37,8 +42,11 @@ def compact_for_gangs(trial: WhatIf, rows: Rows, able: Rows, now: float) -> list
         if not trial.admits(row, 0) or trial.find(row) is not None:
             continue
         for pool in range(len(trial.pools)):
-            if jobs.pools[row] >> pool & 1 and (moves := movable.make_room(row, pool)) is not None:
+            usable = jobs.pools[row] >> pool & 1 and trial.pools[pool].size
+            if usable and (moves := movable.make_room(row, pool)) is not None:
                 placement, targets = moves
+                if not trial.has_room_without(row, pool, placement, [mover for mover, _ in targets]):
+                    continue
                 head = ("head", jobs.names[row])
                 for mover, target in targets:
                     decisions.append(

@@ -49,11 +49,11 @@ def decide(snapshot: ClusterSnapshot, now: float, policy: Policy) -> list[Decisi
             decisions += _backfill(trial, rows[blocked + 1 :], head, backfilled, now)
     # 5 shrink elastic jobs for the others
     if blocked is not None and policy.elastic and snapshot.sizes:
-        able = snapshot.active[now - snapshot.jobs.since_s[snapshot.active] >= MIN_RUN_S]
+        able = snapshot.settled[now - snapshot.jobs.since_s[snapshot.settled] >= MIN_RUN_S]
         decisions += shrink_jobs(trial, _undecided(rows, decisions), _undecided(able, moves))
     # 6 move jobs to other free GPUs so that gangs fit
     if blocked is not None and policy.drains is not None:
-        able = snapshot.active[preemptible_from_s(snapshot, snapshot.active, policy) <= now]
+        able = snapshot.settled[preemptible_from_s(snapshot, snapshot.settled, policy) <= now]
         decisions += compact_for_gangs(trial, _undecided(rows, decisions), _undecided(able, decisions), now)
     # 7 preempt jobs for them
     if blocked is not None and policy.preemption is not None:
@@ -86,7 +86,7 @@ def _move_for_maintenance(trial: WhatIf, now: float) -> list[Decision]:
     if not trial.maintenance_ahead:
         return []
     moves, leaving = list[Decision](), nodes.leaving(now)
-    for row in snapshot.active.tolist():
+    for row in snapshot.settled.tolist():
         pool, placement = snapshot.placements[row]
         here = placement.nodes + nodes.pools[pool].first
         here = here[leaving[here]]
@@ -146,8 +146,10 @@ def _preempt(
 ) -> list[Decision]:
     """Preempt jobs without a decision for waiting ones, and start these in their place."""
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
-    active = snapshot.active
+    active = snapshot.settled
     stoppable = active[jobs.preemptible[active] & (preemptible_from_s(snapshot, active, policy) <= now)]
+    # those without GPUs neither preempt nor yield: which nodes to empty is decided by GPUs
+    stoppable, rows = stoppable[jobs.gpus[stoppable] > 0], rows[jobs.gpus[rows] > 0]
     stoppable = _undecided(stoppable, [decision for decision in before if decision.kind in ("resize", "move")])
     most = trial.free + int(jobs.gpus[stoppable].sum())
     rows = rows[trial.under_cap(rows) & (jobs.gpus[rows] <= most)]  # the others do not fit, whatever is preempted
@@ -185,15 +187,19 @@ def _preempt(
         if not trial.admits_after(row, candidates.rows[victims]):
             continue
         if target is None:
-            stops_left -= len(victims)
             stops = [_stop(trial, candidates, number, row) for number in victims.tolist()]
             target = trial.find(row)
-            assert target is not None, "it fits now"
+            if target is None:  # CPUs or memory are short, or its machines are not those that were emptied
+                for number in victims.tolist():
+                    candidates.running[number] = True
+                    trial.take_back(int(candidates.rows[number]))
+                continue
             trial.take(row, *target)
             moves = policy.drains is not None and bool(large_gangs(snapshot, rows[at : at + 1])[0])
             decisions += [move_or_stop(trial, stop, row) for stop in stops] if moves else stops
         else:
             trial.take(row, *target)
+        stops_left -= len(victims)
         lost = float(candidates.lost_gpu_s[victims].sum())
         reason = Reason(ReasonCode.DISPLACES, (("count", len(victims)), ("lost_gpu_s", lost)))
         decisions.append(Decision("start", row, *target, reason))
@@ -218,7 +224,7 @@ def _choose_victims(
     jobs = trial.snapshot.jobs
     gpus, pools, within = int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
     for pool in range(len(trial.pools)):
-        if pools >> pool & 1:
+        if pools >> pool & 1 and trial.pools[pool].size:
             chosen = candidates.cheapest_victims(trial.free_gpus(row, pool), pool, gpus, allowed, within)
             if chosen is not None:
                 return chosen
@@ -245,7 +251,7 @@ class _Reservation:
 def _reserve(trial: WhatIf, row: int, before: Sequence[Decision], now: float) -> _Reservation | None:
     """Return the earliest placement of a job if all jobs end by their limits; None if no limit tells."""
     jobs, best = trial.snapshot.jobs, None
-    gpus, within = int(jobs.gpus[row]), int(jobs.within[row])
+    gpus, within, machines = int(jobs.gpus[row]), int(jobs.within[row]), int(jobs.machines[row])
     ends = _ends(trial.snapshot, before, now)
     for number in range(len(trial.pools)):
         if not jobs.pools[row] >> number & 1:
@@ -259,7 +265,7 @@ def _reserve(trial: WhatIf, row: int, before: Sequence[Decision], now: float) ->
             freed += held.total
             if freed < gpus or (best is not None and end_s >= best.decision.at_s):
                 continue
-            placement = later.find(gpus, within)
+            placement = later.find(gpus, within, machines=machines)
             if placement is not None:
                 later.take(placement)
                 reason = Reason(ReasonCode.RESERVED, (("gpus", gpus), ("wait_s", end_s - now)))
@@ -306,12 +312,13 @@ def _find_beside(trial: WhatIf, row: int, reservation: _Reservation) -> tuple[in
     """Return a placement that leaves the reservation intact, however long the job runs."""
     jobs = trial.snapshot.jobs
     gpus, pools, within = int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
+    machines = int(jobs.machines[row])
     for number in range(len(trial.pools)):
-        if pools >> number & 1 and gpus <= trial.largest[number]:
+        if pools >> number & 1 and (machines > 1 or gpus <= trial.largest[number]):
             free_gpus = trial.free_gpus(row, number)
             if number == reservation.decision.pool:
                 free_gpus = reservation.later.copy(free_gpus.free)
-            placement = free_gpus.find(gpus, within)
+            placement = free_gpus.find(gpus, within, machines=machines)
             if placement is not None:
                 return number, placement
     return None

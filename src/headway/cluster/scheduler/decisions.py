@@ -24,6 +24,7 @@ class ReasonCode(StrEnum):
     PAST = "past", "fits beside the GPUs reserved for {head}"
     RESERVED = "reserved", "{gpus} GPUs are free {wait_s:.0f} s from now, if jobs end by their limits"
     NO_ROOM = "no-room", "needs {gpus} GPUs; the largest gang that fits is {largest}"
+    NO_CPUS = "no-cpus", "no node with enough free GPUs has {cpus:g} CPUs and {gib:.3g} GiB of memory free"
     QUOTA = "quota", "needs {gpus} GPUs; tenant {tenant} may take {room} more"
     BAND = "band", "non-preemptible limit ({held} in use + {gpus} requested > {most:.0f} allowed)"
     BEHIND = "behind", "waits behind {head}, which ranks higher"

@@ -47,6 +47,12 @@ class Job:
     higher priorities only) or "array" (one of many jobs of the same shape)."""
     min_run_s: float = 0.0
     """Minimum run time before preemption; at least two minutes, and an hour by default if it is interactive."""
+    machines: int = 0
+    """Nodes that it must have, with an equal number of GPUs on each; 0: any."""
+    cpus: float = 0.0
+    """On each of its nodes."""
+    memory_bytes: float = 0.0
+    """On each of its nodes."""
 
     def array(self, count: int) -> "list[Job]":
         """Return `count` independent jobs of this shape."""
@@ -84,6 +90,12 @@ class JobTable(Columns):
     failed = column(np.bool_, False)  # waiting because one of its nodes failed
     known_s = column(np.float64, math.nan)  # total seconds of work, which only oracles are told
     user = column(np.dtype("U32"), "")
+    machines = column(np.int32, 0)  # nodes with an equal number of its GPUs; 0: any
+    cpus = column(np.float64, 0.0)  # per node
+    memory_bytes = column(np.float64, 0.0)  # per node
+    starting = column(np.bool_, False)  # holds GPUs, and its nodes have not confirmed that it runs
+    ending = column(np.bool_, False)  # was told to stop, and its nodes have not confirmed that it has
+    held = column(np.bool_, False)  # waits outside the queue until a user releases it
 
     def __init__(self) -> None:
         super().__init__(capacity=1024)

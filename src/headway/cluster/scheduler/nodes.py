@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,10 @@ class NodeTable(Columns):
     state = column(np.int8, HEALTHY)
     away_s = column(np.float64, math.inf)  # when maintenance begins
     back_s = column(np.float64, -math.inf)  # and ends
+    cpus = column(np.float64, math.inf)
+    cpus_free = column(np.float64, math.inf)
+    memory_bytes = column(np.float64, math.inf)
+    memory_free = column(np.float64, math.inf)
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,6 +62,8 @@ class NodeTable(Columns):
         self._largest: dict[int, int] = {}
         self.has_maintenance = False
         """Whether maintenance was ever scheduled."""
+        self.counted = False
+        """Whether CPUs and memory of any node are limited."""
 
     def add_pool(
         self,
@@ -83,12 +90,34 @@ class NodeTable(Columns):
         self._largest.clear()
         return pool
 
+    def limit(self, name: str, cpus: float, memory_bytes: float) -> None:
+        """Set the CPUs and memory of a node on which nothing runs."""
+        row = self.rows[name]
+        self.cpus[row] = self.cpus_free[row] = cpus
+        self.memory_bytes[row] = self.memory_free[row] = memory_bytes
+        self.counted |= math.isfinite(cpus) or math.isfinite(memory_bytes)
+
+    def limits(self, pool: NodePool) -> list[tuple[str, float | str, float | str]]:
+        """Return name, CPUs and memory of the nodes of a pool, "inf" where they are not limited."""
+        rows = range(pool.first, pool.end)
+        return [(self.names[row], _plain(self.cpus[row]), _plain(self.memory_bytes[row])) for row in rows]
+
+    def has_room(
+        self,
+        rows: NDArray[Any] | slice,
+        cpus: float | NDArray[np.float64],
+        memory_bytes: float | NDArray[np.float64],
+    ) -> NDArray[np.bool_]:
+        """Return which nodes have so many CPUs and so much memory free."""
+        room: NDArray[np.bool_] = (self.cpus_free[rows] >= cpus) & (self.memory_free[rows] >= memory_bytes)
+        return room
+
     def _check_pool(
         self, chip: str, size: int, names: Sequence[str], domains: Mapping[str, Sequence[str]] | None
     ) -> None:
         """Raise UsageError for a pool that cannot be added."""
-        if size < 1 or size != int(size):
-            raise UsageError(f"a node of {chip} has {plural(size, 'GPU')}", hint="a whole number, at least 1")
+        if size < 0 or size != int(size):
+            raise UsageError(f"a node of {chip} has {plural(size, 'GPU')}", hint="a whole number, at least 0")
         seen = set(self.rows)
         for name in names:
             if name in seen:
@@ -155,3 +184,8 @@ class NodeTable(Columns):
         """Return the GPUs of a pool, without spares, as if nothing ran."""
         count = pool.end - pool.first - pool.spares
         return FreeGpus(self.gpus[pool.first : pool.first + count], pool.size, self._domains[pool.number][:, :count])
+
+
+def _plain(value: float) -> float | str:
+    """Return a value as strict JSON allows."""
+    return float(value) if math.isfinite(value) else "inf"

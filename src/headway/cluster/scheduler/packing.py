@@ -35,7 +35,7 @@ def is_small(snapshot: ClusterSnapshot) -> bool:
 def busy_until_s(snapshot: ClusterSnapshot, now: float) -> list[NDArray[np.float64]]:
     """Return, per pool and node, when the last non-preemptible job there ends by its limit; `now` if there is none."""
     jobs = snapshot.jobs
-    until_s = [np.full(pool.end - pool.first, now) for pool in snapshot.nodes.pools]
+    until_s = [np.full(pool.end - pool.first, float(now)) for pool in snapshot.nodes.pools]
     for row in snapshot.active[~jobs.preemptible[snapshot.active]].tolist():
         pool, placement = snapshot.placements[row]
         end_s = float(jobs.since_s[row] + jobs.limit_s[row] - jobs.ran_s[row])

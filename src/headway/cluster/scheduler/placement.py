@@ -32,6 +32,18 @@ class Placement:
         return int(self.gpus.sum())
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a job that was told to stop holds until it has exited."""
+
+    placement: Placement
+    """Its nodes, even those where it keeps no GPU."""
+    cpus: NDArray[np.float64]
+    """On each of them."""
+    memory_bytes: NDArray[np.float64]
+    """On each of them."""
+
+
 class FreeGpus:
     """Scratch copy of the free GPUs of a pool, to try placements on."""
 
@@ -80,13 +92,20 @@ class FreeGpus:
         np.maximum.at(rest, level, partial)
         return int((whole * self.size + rest).max())
 
-    def find(self, gpus: int, within: int = ANYWHERE, pack_with: PackWith | None = None) -> Placement | None:
+    def find(
+        self, gpus: int, within: int = ANYWHERE, pack_with: PackWith | None = None, machines: int = 0
+    ) -> Placement | None:
         """Return a placement for a gang, within one domain of a level if given; None if it does not fit.
 
-        A gang smaller than a node goes where `pack_with` is highest, such as the GPUs of jobs that it should join.
+        A gang smaller than a node goes where `pack_with` is highest, such as the GPUs of jobs that it should join. With
+        `machines`, it gets so many nodes and as many GPUs on each.
         """
+        if not gpus or (machines and gpus != machines * self.size and (machines > 1 or gpus > self.size)):
+            return self._find_even(max(machines, 1), gpus // max(machines, 1), within)
+        if gpus > self.total or not self.size:
+            return None
         whole, rest = divmod(gpus, self.size)
-        if gpus > self.total or whole > self.whole_nodes:
+        if whole > self.whole_nodes:
             return None
         if not whole:
             node = self._fullest(rest) if pack_with is None else self._most_packed(rest, pack_with)
@@ -98,6 +117,18 @@ class FreeGpus:
                 if placement is not None:
                     return placement
         return self._find_whole(None, whole, rest) if within == ANYWHERE else None
+
+    def _find_even(self, machines: int, gpus: int, within: int) -> Placement | None:
+        """Return the fullest nodes that fit `gpus` each, in the smallest domain that has so many; `gpus` may be 0."""
+        able = self.usable & (self.free >= gpus)
+        levels = self.domains if within == ANYWHERE else self.domains[: within + 1]
+        masks = [level == domain for level in levels for domain in np.unique(level[able])]
+        for mask in (*masks, *([np.ones_like(able)] if within == ANYWHERE else [])):
+            nodes = np.flatnonzero(able & mask)
+            if len(nodes) >= machines:
+                chosen = nodes[np.argsort(self.free[nodes], kind="stable")][:machines]
+                return Placement(np.sort(chosen).astype(np.int32), np.full(machines, gpus, np.int32))
+        return None
 
     def _most_packed(self, gpus: int, pack_with: PackWith) -> int | None:
         """Return the node that fits and has most of `pack_with`; of equals the fullest."""

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from headway.cluster.scheduler.jobs import INTERACTIVE_MIN_RUN_S, KINDS, Job, JobTable, check_sizes
 from headway.cluster.scheduler.nodes import HEALTHY, QUARANTINED, SPARE, STATES, NodeTable
-from headway.cluster.scheduler.placement import ANYWHERE, Placement
+from headway.cluster.scheduler.placement import ANYWHERE, Kept, Placement
 from headway.cluster.scheduler.tenants import NO_TENANT, TenantTable
 from headway.errors import UsageError, plural
 
+Amount = float | NDArray[np.float64]
 _AS_REQUESTED = tuple(key for key in Job.__dataclass_fields__ if key not in ("name", "tenant", "sizes"))
 """Columns of a job's row that hold its request."""
 
@@ -45,6 +46,15 @@ class ClusterSnapshot:
         """Pool and placement of each running job."""
         self.sizes: dict[int, tuple[tuple[int, float], ...]] = {}
         """Scaling curves of elastic jobs."""
+        self.ending: dict[int, tuple[int, Kept]] = {}
+        """Jobs that were told to stop, and what they hold until they have exited. What a job starting in their place
+        will get is in its placement instead."""
+
+    @property
+    def settled(self) -> NDArray[np.int64]:
+        """Rows of the running jobs whose nodes have confirmed that they run: others are not preempted or moved."""
+        starting = self.jobs.starting[self.active]
+        return self.active[~starting] if starting.any() else self.active
 
     @property
     def queue(self) -> NDArray[np.int64]:
@@ -58,6 +68,7 @@ class ClusterSnapshot:
         snapshot = copy(self)
         snapshot.nodes, snapshot.tenants, snapshot.jobs = self.nodes.copy(), self.tenants.copy(), self.jobs.copy()
         snapshot.placements, snapshot.sizes = self.placements.copy(), self.sizes.copy()
+        snapshot.ending = self.ending.copy()
         return snapshot
 
     # -- events
@@ -106,8 +117,11 @@ class ClusterSnapshot:
 
     def check_job(self, job: Job) -> None:
         """Raise UsageError for a job that can never run here; the hint names the nearest that could."""
-        if not math.isfinite(job.gpus) or job.gpus != int(job.gpus) or job.gpus < 1:
-            raise UsageError(f"job {job.name} requests {plural(job.gpus, 'GPU')}", hint="a whole number, at least 1")
+        least = 0 if job.cpus > 0 else 1
+        if not math.isfinite(job.gpus) or job.gpus != int(job.gpus) or job.gpus < least:
+            raise UsageError(
+                f"job {job.name} requests {plural(job.gpus, 'GPU')}", hint=f"a whole number, at least {least}"
+            )
         if job.tenant not in self.tenants.rows:
             known = ", ".join(self.tenants.names) or "none"
             raise UsageError(f"job {job.name}: unknown tenant '{job.tenant}'", hint=f"known tenants: {known}")
@@ -125,6 +139,9 @@ class ClusterSnapshot:
             ("min_run_s", 0 <= job.min_run_s < math.inf, "finite seconds, at least 0"),
             ("restart_s", 0 <= job.restart_s < math.inf, "finite seconds, at least 0"),
             ("deadline_s", job.deadline_s > job.submit_s, f"seconds, after its submit_s of {job.submit_s}"),
+            ("cpus", 0 <= job.cpus < math.inf, "a number, at least 0"),
+            ("memory_bytes", 0 <= job.memory_bytes < math.inf, "a number, at least 0"),
+            ("machines", job.machines >= 0 and not job.gpus % max(job.machines, 1), "a divisor of its GPUs"),
         ):
             if not valid:
                 raise UsageError(f"job {job.name}: {key} is {getattr(job, key)}", hint=hint)
@@ -137,6 +154,34 @@ class ClusterSnapshot:
             raise OversizedJobError(
                 f"job {job.name} requests {plural(job.gpus, 'GPU')}{where}; {limit}",
                 hint=f"at most {min(largest, allowed)}",
+            )
+        if job.machines or job.cpus or job.memory_bytes:
+            self._check_shape(job)
+
+    def _check_shape(self, job: Job) -> None:
+        """Raise OversizedJobError for a job whose nodes would need more than any, or more nodes, than there are."""
+        nodes, machines = self.nodes, max(job.machines, 1)
+        rows = np.array([row for pool in nodes.pools for row in range(pool.first, pool.end - pool.spares)], np.int64)
+        each = job.gpus // machines if job.machines else min(job.gpus, 1)
+        for what, asked, has in (
+            ("GPUs per machine", each, nodes.gpus),
+            ("CPUs", job.cpus, nodes.cpus),
+            ("GiB of memory", job.memory_bytes / 2**30, nodes.memory_bytes / 2**30),
+        ):
+            most = float(has[rows].max(initial=0))
+            if asked > most:
+                raise OversizedJobError(
+                    f"job {job.name} requests {asked:g} {what}; the largest node has {most:g}", hint=f"at most {most:g}"
+                )
+        able = (
+            (nodes.gpus[rows] >= each) & (nodes.cpus[rows] >= job.cpus) & (nodes.memory_bytes[rows] >= job.memory_bytes)
+        )
+        count, gpus = int(np.count_nonzero(able)), int(nodes.gpus[rows][able].sum())
+        if count < machines or gpus < job.gpus:
+            what = plural(machines, "machine") if job.machines else plural(job.gpus, "GPU")
+            raise OversizedJobError(
+                f"job {job.name} requests {what}; {count} machines with {gpus} GPUs are large enough",
+                hint=f"at most {count if job.machines else gpus}",
             )
 
     def allowance(self, tenant: int) -> int:
@@ -188,7 +233,9 @@ class ClusterSnapshot:
         queue = self.queue  # read first, without started jobs: the row may be reused soon
         if self.jobs.running[row]:
             self._release(row)
-        else:
+        elif self.jobs.ending[row]:
+            self._release_ending(row)
+        elif not self.jobs.held[row]:
             self._queue = queue[queue != row]
             self.tenants.add_wanted(self.jobs.tenant[row], -int(self.jobs.gpus[row]))
         self.sizes.pop(row, None)
@@ -207,6 +254,61 @@ class ClusterSnapshot:
         for row in stopped:
             self._set_size(row, int(jobs.least[row]))
         self._queue = self._in_order(np.concatenate((queue, rows)))
+
+    def confirm(self, row: int) -> None:
+        """The nodes of a starting job have confirmed that it runs: its time counts from now."""
+        self.jobs.starting[row], self.jobs.since_s[row] = False, self.now_s
+
+    def tell_to_stop(self, row: int, kept: Kept | None = None) -> None:
+        """A running job has been told to stop; until it has exited it holds what it had, or only the `kept` part."""
+        jobs, (pool, held) = self.jobs, self.placements[row]
+        self._queue, self._stale = self.queue, False  # while this job counts as running: it is not in the queue
+        if kept is None:
+            each = np.ones(len(held.nodes))
+            kept = Kept(held, each * jobs.cpus[row], each * jobs.memory_bytes[row])
+        self._release(row)
+        self._hold_kept(row, pool, kept)
+        self.ending[row] = pool, kept
+        jobs.running[row], jobs.starting[row], jobs.ending[row] = False, False, True
+
+    def exited(self, row: int, *, saved: bool) -> None:
+        """A job that runs or was told to stop has exited, and waits again; it keeps its work if it has saved."""
+        jobs, rows, ending = self.jobs, np.array([row]), self.jobs.ending[row]
+        if not ending:
+            self.stop([row], float(self.worked_s(rows, self.now_s)[0]) if saved else None)
+            jobs.starting[row] = False
+            return
+        jobs.done_s[row] = (self.worked_s if saved else self.saved_s)(rows, self.now_s)[0]
+        jobs.ran_s[row] += self.now_s - jobs.since_s[row]
+        queue = self.queue
+        self._release_ending(row)
+        jobs.ending[row], jobs.since_s[row], jobs.waits_s[row] = False, math.nan, self.now_s
+        self._set_size(row, int(jobs.least[row]))
+        if not jobs.held[row]:
+            self.tenants.add_wanted(jobs.tenant[row], int(jobs.least[row]))
+            self._queue = self._in_order(np.append(queue, row))
+
+    def hold(self, row: int) -> None:
+        """Take a waiting job out of the queue."""
+        assert not self.jobs.running[row], "a running job cannot be held"
+        self.jobs.held[row] = True
+        if not self.jobs.ending[row]:
+            self._queue = self.queue[self.queue != row]
+            self.tenants.add_wanted(self.jobs.tenant[row], -int(self.jobs.gpus[row]))
+
+    def unhold(self, row: int) -> None:
+        """Put a held job back at its old place in the queue."""
+        self.jobs.held[row] = False
+        if not self.jobs.ending[row]:
+            self.tenants.add_wanted(self.jobs.tenant[row], int(self.jobs.gpus[row]))
+            self._queue = self._in_order(np.append(self.queue, row))
+
+    def _release_ending(self, row: int) -> None:
+        self._hold_kept(row, *self.ending.pop(row), -1)
+
+    def _hold_kept(self, row: int, pool: int, kept: Kept, sign: int = 1) -> None:
+        self._count(row, pool, kept.placement, sign, sign * kept.cpus, sign * kept.memory_bytes)
+        self.tenants.add_used(self.jobs.tenant[row], sign * kept.placement.total)
 
     def move(self, row: int) -> None:
         """Stop a job after it saved, for maintenance of its node; it counts as one whose node failed."""
@@ -233,12 +335,20 @@ class ClusterSnapshot:
 
     def _hold(self, row: int, pool: int, placement: Placement, sign: int = 1) -> None:
         """Count a placement of a job as held, or with a sign of -1 as free."""
+        jobs = self.jobs
+        self._count(row, pool, placement, sign, sign * jobs.cpus[row], sign * jobs.memory_bytes[row])
+
+    def _count(self, row: int, pool: int, placement: Placement, sign: int, cpus: Amount, memory_bytes: Amount) -> None:
         nodes = self.nodes
         rows, gpus = placement.nodes + nodes.pools[pool].first, sign * placement.gpus
         assert (nodes.free[rows] >= gpus).all(), "GPUs are never given twice"
         nodes.free[rows] -= gpus
         if not self.jobs.preemptible[row]:
             nodes.fixed[rows] += gpus
+        if nodes.counted:
+            assert (nodes.has_room(rows, cpus, memory_bytes)).all(), "CPUs and memory are never given twice"
+            nodes.cpus_free[rows] -= cpus
+            nodes.memory_free[rows] -= memory_bytes
 
     def _release(self, row: int) -> None:
         pool, placement = self.placements.pop(row)
@@ -291,11 +401,16 @@ class ClusterSnapshot:
             tenant["parent"] = None if tenant["parent"] == NO_TENANT else self.tenants.names[tenant["parent"]]
             tenant["budget_gpu_s"] = _plain(tenant["budget_gpu_s"])
         jobs = []
-        for row in (*self.queue.tolist(), *self.active.tolist()):
+        held = sorted(set(self.jobs.rows.values()) - {*self.queue.tolist(), *self.active.tolist(), *self.ending})
+        for row in (*self.queue.tolist(), *self.active.tolist(), *sorted(self.ending), *held):
             job = self.jobs.record(row) | {"tenant": self.tenants.names[self.jobs.tenant[row]]}
             if row in self.placements:
                 pool, placement = self.placements[row]
                 job["place"] = {"pool": pool, "nodes": placement.nodes.tolist(), "gpus": placement.gpus.tolist()}
+            elif row in self.ending:
+                pool, kept = self.ending[row]
+                place = {"nodes": kept.placement.nodes.tolist(), "gpus": kept.placement.gpus.tolist()}
+                job["kept"] = {"pool": pool, "cpus": kept.cpus.tolist(), "memory": kept.memory_bytes.tolist()} | place
             if row in self.sizes:
                 job["sizes"] = self.sizes[row]
             jobs.append({key: _plain(value) for key, value in job.items()})
@@ -304,6 +419,7 @@ class ClusterSnapshot:
              "domains": self.nodes.domains(number), "spares": pool.spares,
              "state": [STATES[state] for state in self.nodes.state[pool.first : pool.end]],
              "away": self.nodes.maintenance(pool)}
+            | ({"limits": self.nodes.limits(pool)} if self.nodes.counted else {})
             for number, pool in enumerate(self.nodes.pools)
         ]  # fmt: skip
         values = {"format": 1, "now_s": self.now_s, "pools": pools, "tenants": tenants, "jobs": jobs}
@@ -327,6 +443,8 @@ class ClusterSnapshot:
         for pool in values["pools"]:
             added = nodes.add_pool(pool["chip"], pool["size"], pool["nodes"], pool["domains"], pool.get("spares", 0))
             nodes.state[added.first : added.end] = [STATES.index(state) for state in pool["state"]]
+            for name, cpus, memory_bytes in pool.get("limits", ()):
+                nodes.limit(name, float(cpus), float(memory_bytes))
             for name, away_s, back_s in pool.get("away", ()):
                 nodes.schedule_maintenance([name], away_s, back_s)
         for tenant in values["tenants"]:
@@ -345,6 +463,7 @@ class ClusterSnapshot:
 
     def _read_job(self, job: dict[str, Any]) -> None:
         place, name, tenant = job.pop("place", None), job.pop("name"), job.pop("tenant")
+        kept = job.pop("kept", None)
         if name in self.jobs.rows:
             raise UsageError(f"duplicate job '{name}'")
         sizes = tuple((gpus, speed) for gpus, speed in job.pop("sizes", ()))
@@ -353,6 +472,14 @@ class ClusterSnapshot:
         row = self.jobs.add(name, tenant=self.tenants.rows[tenant], **known)
         if sizes:
             self.sizes[row] = sizes
+        if kept is not None:
+            placement = Placement(np.array(kept["nodes"], np.int32), np.array(kept["gpus"], np.int32))
+            amounts = (np.array(kept[key], np.float64) for key in ("cpus", "memory"))
+            self.ending[row] = kept["pool"], Kept(placement, *amounts)
+            self._hold_kept(row, *self.ending[row])
+            return
+        if place is None and self.jobs.held[row]:
+            return
         if place is None:
             self._queue = np.append(self._queue, row)
             self.tenants.add_wanted(self.jobs.tenant[row], int(self.jobs.gpus[row]))

@@ -68,7 +68,7 @@ def reserve_for_gang(snapshot: ClusterSnapshot, rows: Rows, policy: Policy, now:
     if not policy.reserve_for_gangs or not nodes.pools or not len(rows):
         return None
     fixed = rows[~jobs.preemptible[rows]]
-    gangs = rows[jobs.gpus[rows] >= min(pool.size for pool in nodes.pools)]
+    gangs = rows[jobs.gpus[rows] >= max(min(pool.size for pool in nodes.pools), 1)]
     if not len(fixed) or not len(gangs):
         return None
     drains = np.zeros(len(jobs.gpus), np.bool_)
@@ -129,6 +129,8 @@ def _choices(
     could get them by preemption alone."""
     usable, size = free_gpus.usable, free_gpus.size
     domains = np.zeros(len(usable), np.int32) if within == ANYWHERE else free_gpus.domains[within]
+    if not size or not gpus:
+        return
     whole, rest = divmod(gpus, size)
     count = whole + (rest > 0)
     for domain in np.unique(domains[usable]):

@@ -107,7 +107,11 @@ def _binding_constraint(
     if reservation is not None and reservation.barred[row] and trial.find(row) is not None:
         return Reason(ReasonCode.KEPT, (("head", snapshot.jobs.names[reservation.row]),))
     if trial.find(row) is None:
-        if any(free_gpus.find(gpus, int(snapshot.jobs.within[row])) for free_gpus in trial.pools):
+        machines, within = int(snapshot.jobs.machines[row]), int(snapshot.jobs.within[row])
+        if any(free_gpus.find(gpus, within, machines=machines) for free_gpus in trial.pools):
+            if snapshot.nodes.counted and not trial.maintenance_ahead:
+                gib = float(snapshot.jobs.memory_bytes[row]) / 2**30
+                return Reason(ReasonCode.NO_CPUS, (("cpus", float(snapshot.jobs.cpus[row])), ("gib", gib)))
             return Reason(ReasonCode.WINDOW, (("gpus", gpus),))
         return Reason(ReasonCode.NO_ROOM, (("gpus", gpus), ("largest", max(trial.largest))))
     first = int(policy.order(snapshot, now)[0])

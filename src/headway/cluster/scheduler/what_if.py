@@ -1,6 +1,7 @@
 """What-if: free GPUs and quotas of a snapshot, to try decisions on without changing it."""
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -48,6 +49,9 @@ class WhatIf:
         self.pools = [nodes.free_gpus(pool, now) for pool in nodes.pools]
         """Free GPUs of each pool."""
         self.largest = [free_gpus.largest_gang() for free_gpus in self.pools]
+        self._counted = nodes.counted
+        self._cpus_free, self._memory_free = nodes.cpus_free.copy(), nodes.memory_free.copy()
+        """Per node, if CPUs and memory are limited."""
         self._pack_with: list[NDArray[np.int32]] | None = None
         """Per pool and node, GPUs of non-preemptible jobs, if these are packed together."""
         if policy.pack_non_preemptible:
@@ -127,12 +131,20 @@ class WhatIf:
     def free_gpus(self, row: int, pool: int) -> FreeGpus:
         """Return the free GPUs of a pool on nodes that stay long enough for a job and are not reserved for another."""
         free_gpus, nodes = self.pools[pool], self.snapshot.nodes.pools[pool]
-        if not self.maintenance_ahead and self.reservation is None:
+        if not self._needs_search:
             return free_gpus
         usable = self.available_s[nodes.first : nodes.end] >= self._needed_s(np.array([row]))
+        if self._counted:
+            usable &= self._cpus_free[nodes.first : nodes.end] >= self.snapshot.jobs.cpus[row]
+            usable &= self._memory_free[nodes.first : nodes.end] >= self.snapshot.jobs.memory_bytes[row]
         if self.reservation is not None and self.reservation.pool == pool and self.reservation.barred[row]:
             usable &= ~self.reservation.nodes
         return free_gpus if usable.all() else free_gpus.only(usable)
+
+    @property
+    def _needs_search(self) -> bool:
+        """Whether jobs of equal size may find different nodes free."""
+        return self._counted or self.maintenance_ahead or self.reservation is not None
 
     def _needed_s(self, rows: Rows) -> NDArray[np.float64]:
         """Return how long jobs need their nodes: until their time limit. A preemptible job can be moved, and needs half
@@ -143,9 +155,13 @@ class WhatIf:
 
     def node_access(self, rows: Rows) -> NDArray[np.int64]:
         """Return equal numbers for jobs that can use the same nodes."""
-        if not self.maintenance_ahead and self.reservation is None:
+        if not self._needs_search:
             return np.zeros(len(rows), np.int64)
         barred = 0 if self.reservation is None else self.reservation.barred[rows]
+        if self._counted:
+            jobs = self.snapshot.jobs
+            shapes = np.stack((jobs.machines[rows], jobs.cpus[rows], jobs.memory_bytes[rows]))
+            barred = barred + 2 * len(self.available_s) * np.unique(shapes, axis=1, return_inverse=True)[1]
         return 2 * np.searchsorted(np.unique(self.available_s), self._needed_s(rows)) + barred
 
     def _headroom(self) -> NDArray[np.int64] | None:
@@ -157,9 +173,10 @@ class WhatIf:
         gpus, within = jobs.gpus[rows], jobs.within[rows]
         fits = np.zeros(len(rows), np.bool_)
         for number, largest in enumerate(self.largest):
-            usable = gpus <= largest
+            usable = gpus <= np.where(jobs.machines[rows] > 1, self.pools[number].total, largest)
             for level in {*within.tolist()} - {ANYWHERE}:
-                usable &= (within != level) | (gpus <= self.pools[number].largest_gang(level))
+                most = self.pools[number].largest_gang(level)
+                usable &= (within != level) | (gpus <= most) | (jobs.machines[rows] > 1)
             if len(self.largest) > 1:
                 usable &= (jobs.pools[rows] >> number) & 1 > 0
             fits |= usable
@@ -183,7 +200,7 @@ class WhatIf:
             return False
         if self.headroom is not None and jobs.gpus[row] > self.headroom[jobs.tenant[row]]:
             return False
-        if jobs.within[row] != ANYWHERE or self.maintenance_ahead or self.reservation is not None:
+        if jobs.within[row] != ANYWHERE or self._needs_search or jobs.machines[row] > 1:
             return self.find(row) is not None
         gpus, pools = int(jobs.gpus[row]), int(jobs.pools[row])
         return any(gpus <= largest and pools >> number & 1 for number, largest in enumerate(self.largest))
@@ -192,9 +209,11 @@ class WhatIf:
         """Return a pool and a placement there, for a job at its current or another size."""
         jobs = self.snapshot.jobs
         gpus, pools, within = size or int(jobs.gpus[row]), int(jobs.pools[row]), int(jobs.within[row])
+        machines = int(jobs.machines[row])
         for number in range(len(self.pools)):
-            if pools >> number & 1 and gpus <= self.largest[number]:
-                placement = self.free_gpus(row, number).find(gpus, within, self._packing(row, number))
+            if pools >> number & 1 and gpus <= (self.pools[number].total if machines > 1 else self.largest[number]):
+                packing = self._packing(row, number)
+                placement = self.free_gpus(row, number).find(gpus, within, packing, machines)
                 if placement is not None:
                     return number, placement
         return None
@@ -270,6 +289,25 @@ class WhatIf:
         self._count_fixed(row, -1)
         self._hold(row, *self.snapshot.placements[row], -1)
 
+    def take_back(self, row: int) -> None:
+        """Count a running job that was released as running again."""
+        self._count_fixed(row, 1)
+        self._hold(row, *self.snapshot.placements[row], 1)
+
+    def has_room_without(self, row: int, pool: int, placement: Placement, leaving: Sequence[int]) -> bool:
+        """Return whether a placement has CPUs and memory for a job once others have left."""
+        if not self._counted:
+            return True
+        jobs, first = self.snapshot.jobs, self.snapshot.nodes.pools[pool].first
+        cpus, memory = self._cpus_free.copy(), self._memory_free.copy()
+        for other in leaving:
+            number, held = self.snapshot.placements[other]
+            rows = held.nodes + self.snapshot.nodes.pools[number].first
+            cpus[rows] += jobs.cpus[other]
+            memory[rows] += jobs.memory_bytes[other]
+        rows = placement.nodes + first
+        return bool((cpus[rows] >= jobs.cpus[row]).all() and (memory[rows] >= jobs.memory_bytes[row]).all())
+
     def replace(self, row: int, old: tuple[int, Placement] | None, new: tuple[int, Placement] | None) -> None:
         """Count a placement of a job as free, and another as used."""
         for sign, held in ((-1, old), (1, new)):
@@ -284,6 +322,10 @@ class WhatIf:
         """Count a placement as used, or with a sign of -1 as free."""
         free_gpus = self.pools[pool]
         (free_gpus.take if sign > 0 else free_gpus.release)(placement)
+        if self._counted:
+            rows = placement.nodes + self.snapshot.nodes.pools[pool].first
+            self._cpus_free[rows] -= sign * self.snapshot.jobs.cpus[row]
+            self._memory_free[rows] -= sign * self.snapshot.jobs.memory_bytes[row]
         if self._pack_with is not None and not self.snapshot.jobs.preemptible[row]:
             self._pack_with[pool][placement.nodes] += sign * placement.gpus
         self.largest[pool] = free_gpus.largest_gang()

@@ -5,7 +5,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +42,14 @@ SOON_S = 10.0
 
 
 def request_for(
-    attempt: "Attempt", cluster: Cluster, engine: str, spares: int = 0, *, dry: bool = False, shared: bool = True
+    attempt: "Attempt",
+    cluster: Cluster,
+    engine: str,
+    spares: int = 0,
+    *,
+    dry: bool = False,
+    shared: bool = True,
+    site: Mapping[str, str] | None = None,
 ) -> LaunchRequest:
     """The request for a run: its agent on each machine, and on `spares` more. Code is packed if it is staged, unless
     `dry`. If no folder is `shared`, agents fetch the run from its object store."""
@@ -82,7 +89,7 @@ def request_for(
         environment=code.environment | dict(settings.environment),
         secrets=tuple(dict.fromkeys((*settings.secrets, *key))),
         setup=settings.setup,
-        site={**settings.site, **code.site},
+        site={**settings.site, **code.site, **(site or {})},
     )
     return _with_limits(request, run, settings)
 
@@ -104,6 +111,7 @@ def submit_run(
     spares: int = 0,
     *,
     shared: bool = True,
+    site: Mapping[str, str] | None = None,
 ) -> Submission:
     """Create a run and submit it as a job. A failure leaves neither."""
     shared = shared and engine_settings(engine).shared
@@ -116,7 +124,7 @@ def submit_run(
     # Before the run is created: it takes long the first time.
     pack_code(engine, root.absolute())
     with provisional_run(recipe, root, cluster, name) as attempt:
-        request = request_for(attempt, cluster, engine, spares, shared=shared)
+        request = request_for(attempt, cluster, engine, spares, shared=shared, site=site)
         with nullcontext() if shared else _uploaded(attempt.folder):
             submission = Submission(engine, started.launch(request), cluster.name, request)
         note_submission(attempt.run, submission)
@@ -132,12 +140,13 @@ def describe(
     spares: int = 0,
     *,
     shared: bool = True,
+    site: Mapping[str, str] | None = None,
 ) -> str:
     """What would be submitted; the run is created, checked and removed again."""
     if not (shared and engine_settings(engine).shared):
         need_store(recipe, name or recipe.name)
     with provisional_run(recipe, root, cluster, name, keep=False) as attempt:
-        request = request_for(attempt, cluster, engine, spares, dry=True, shared=shared)
+        request = request_for(attempt, cluster, engine, spares, dry=True, shared=shared, site=site)
         return reach_engine(engine, root).describe(request)
 
 

@@ -31,6 +31,7 @@ from headway.cluster.engines.local.jobs import (
     startable,
     write_job,
 )
+from headway.cluster.engines.local.task_processes import LOCK_FD, boot_id, kill_task, reserve_lock_fd, start_lock
 from headway.cluster.engines.scripts import log_path, start_script, task_script
 from headway.cluster.engines.submissions import request_from_json
 from headway.track.access import umask_of
@@ -41,8 +42,6 @@ LINGER_S = 3.0
 """How long a daemon without jobs waits for another one."""
 CLIENT_S = 5.0
 """How long a client may take to send its request."""
-LOCK_FD = 9
-"""The descriptor that start.sh holds open."""
 
 
 @dataclass
@@ -73,7 +72,7 @@ class _Queue:
 
 def main() -> int:
     """Serve the queue in the folder that the first argument names, with that many CPUs and those GPUs."""
-    os.dup2(0, LOCK_FD, inheritable=False)  # so that nothing else has this number
+    reserve_lock_fd()
     folder, cpus, *gpus = sys.argv[1:]
     with contextlib.suppress(BlockingIOError), _locked_queue(Path(folder)), _listening(Path(folder)) as listener:
         # Whoever starts a daemon waits for this process, and then finds the queue locked and the socket there.
@@ -137,12 +136,12 @@ def _start_command(queue: _Queue, job: LocalJob, gpus: tuple[str, ...]) -> None:
     # Recorded before it happens: a daemon that dies in between leaves a start whose lock is free, which has
     # failed.
     queue.update(
-        job, state="running", reason="", starts=number, gpus=gpus, started=time.time(), told=None, boot=_boot_id()
+        job, state="running", reason="", starts=number, gpus=gpus, started=time.time(), told=None, boot=boot_id()
     )
     index = {} if job.index is None else {"HEADWAY_ARRAY_INDEX": str(job.index)}
     own_variables = {"HEADWAY_MACHINE": "0", "HEADWAY_MACHINES": queue.machine, "HEADWAY_START": str(number)}
     variables = {**own_variables, "PATH": os.defpath, **index}
-    with _locked(own / "lock"):
+    with start_lock(own / "lock"):
         queue.children[job.id] = subprocess.Popen(
             ["bash", str(own / "start.sh")],
             stdin=subprocess.DEVNULL,
@@ -214,24 +213,7 @@ def _warn(queue: _Queue, job: LocalJob) -> bool:
 
 def _kill(queue: _Queue, job: LocalJob, number: int) -> bool:
     """Send a signal to a job's command, SIGKILL to its whole process group; False if it has no process (yet)."""
-    if job.boot != _boot_id():
-        return False
-    try:
-        pid, session = map(int, (queue.folder / "jobs" / job.id / "pid").read_text().split())
-        if not _is_job_process(pid, session, our_child=job.id in queue.children):
-            return False
-        os.killpg(pid, number) if number == signal.SIGKILL else os.kill(pid, number)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _is_job_process(pid: int, session: int, our_child: bool) -> bool:
-    """Whether a pid still belongs to the job's process, or at least to its group."""
-    try:
-        return os.getsid(pid) == session
-    except ProcessLookupError:
-        return our_child  # its group may outlive it; otherwise the pid may have been reused
+    return kill_task(queue.folder / "jobs" / job.id, job.boot, number, our_child=job.id in queue.children)
 
 
 # -- requests
@@ -313,27 +295,6 @@ def _child_wakeup() -> Any:
     with read, write:
         yield read
         signal.set_wakeup_fd(-1)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Any:
-    """A lock for a child to hold, on the descriptor that start.sh knows."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.dup2(file, LOCK_FD, inheritable=True)
-        yield
-    finally:
-        os.dup2(0, LOCK_FD, inheritable=False)
-        os.close(file)
-
-
-def _boot_id() -> str:
-    """An id that changes with every boot of this machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"
 
 
 if __name__ == "__main__":

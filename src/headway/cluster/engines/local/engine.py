@@ -57,7 +57,7 @@ class LocalEngine(Engine):
         timeout of a probe."""
         self.folder, self.probe_s = folder.absolute(), probe_s
         self.cpus = cpus or len(os.sched_getaffinity(0))
-        self.gpus = _gpus() if gpus is None else tuple(map(str, range(gpus)))
+        self.gpus = local_gpus() if gpus is None else tuple(map(str, range(gpus)))
 
     def probe(self) -> None:
         """See Engine: whether the daemon, if it runs, answers."""
@@ -232,7 +232,7 @@ def _exchange(folder: Path, message: dict[str, Any], timeout_s: float = ANSWER_S
     return answer
 
 
-def _gpus() -> tuple[str, ...]:
+def local_gpus() -> tuple[str, ...]:
     """The GPUs of this machine, by their CUDA names."""
     available = devices("auto")
     if available.kind != "cuda":

@@ -1,0 +1,93 @@
+"""Jobs of the service in verbs: found by id or name, and printed."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headway.cli.text import columns, duration, plural, print_json, shortened
+from headway.cluster.engines.engine import OVER
+from headway.cluster.engines.scripts import list_logs, log_folder
+from headway.cluster.service.connection import ADDRESS, connect, job_path, service_folder
+from headway.errors import EngineError, UsageError
+
+_POLL_S = 0.5
+
+
+def has_service(root: Path) -> bool:
+    """Return whether a service was ever started for a folder of runs."""
+    return (service_folder(root) / ADDRESS).exists()
+
+
+def service_job(root: Path, name: str) -> list[dict[str, Any]] | None:
+    """Return the rows of a job of the service that is not a run; None if there is no such job, or no service."""
+    if (root / name).exists() or not has_service(root):
+        return None
+    try:
+        rows: list[dict[str, Any]] = connect(root).get(job_path(name))
+    except UsageError:
+        return None
+    return rows or None
+
+
+def change_job(root: Path, name: str, verb: str, json: bool) -> None:
+    """Have the service cancel, hold or release a job, and print what has become of it."""
+    answer = connect(root).post(job_path(name, verb))
+    if not answer["changed"]:
+        states = sorted({row["state"] for row in answer["jobs"]})
+        held = "" if verb == "hold" else " and not held"
+        raise EngineError(f"cannot {verb} job {name}: it is {', '.join(states)}{held}", hint="only waiting jobs can")
+    if json:
+        print_json(answer["jobs"])
+        return
+    for row in answer["jobs"]:
+        print(f"job {row['id']} ({row['name']}) is {state_of(row)}")
+
+
+def state_of(row: dict[str, Any]) -> str:
+    """Return the state of a job in a word."""
+    return "held" if row["held"] and row["state"] == "waiting" else str(row["state"])
+
+
+def job_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line per job, and its reason under it."""
+    words = [("job", "name", "tenant", "GPUs", "state", "since")]
+    for row in rows:
+        since = row["ended"] or row["started"] or row["submitted"]
+        gpus = f"{row['machines']}x{row['gpus'] // row['machines']}" if row["machines"] > 1 else str(row["gpus"])
+        passed = duration(max(time.time() - since, 0))
+        words.append((row["id"], row["name"], row["tenant"], gpus, state_of(row), passed))
+    width = columns()
+    widths = [max(map(len, column)) for column in zip(*words, strict=True)]
+    widths[1] = max(8, min(widths[1], width - sum(widths) + widths[1] - 10))
+    lines = list[str]()
+    for cells, reason in zip(words, ["", *(row["reason"] for row in rows)], strict=True):
+        parts = [shortened(cell, length).ljust(length) for cell, length in zip(cells, widths, strict=True)]
+        lines.append(shortened("  ".join(parts).rstrip(), width))
+        lines += [shortened(f"  {reason}", width)] if reason else []
+    return lines
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return how many jobs there are of each state."""
+    states = [state_of(row) for row in rows]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
+    return f"{plural(len(rows), 'job')}: {counts}"
+
+
+def log_lines(root: Path, name: str, follow: bool) -> Iterator[tuple[str, str]]:
+    """Yield file names and lines of the logs of a job; when following, until it is over."""
+    connection, offsets = connect(root), dict[Path, int]()
+    while True:
+        rows = connection.get(job_path(name))  # before reading, so that the last lines are not missed
+        over = all(row["state"] in OVER for row in rows)
+        for row in rows:
+            for path in list_logs(log_folder(Path(row["folder"]), row["id"])):
+                data = path.read_bytes()[offsets.get(path, 0) :]
+                end = len(data) if over or not follow else data.rfind(b"\n") + 1
+                offsets[path] = offsets.get(path, 0) + end
+                label = f"{row['id']}/{path.name}"
+                yield from ((label, line.decode(errors="replace")) for line in data[:end].splitlines())
+        if over or not follow:
+            return
+        time.sleep(_POLL_S)

@@ -1,0 +1,173 @@
+"""`headway up`: starts the service that schedules jobs on a cluster."""
+
+import ipaddress
+import os
+import secrets
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headway.cli.options import Json, Runs
+from headway.cli.text import next_line, plural, print_json
+from headway.errors import UsageError
+from headway.track import command, runs_root
+from headway.track.runs import create_private_folder
+
+NEEDED = ("fastapi", "sqlalchemy", "uvicorn")
+
+
+def up(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0 = any free one).")] = 8324,
+    host: Annotated[str, typer.Option(help="Address to listen on; only loopback, there is no TLS yet.")] = "127.0.0.1",
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", metavar="FILE", help="cluster.toml with tenants (default: one tenant).")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=0, metavar="N", help="GPUs that jobs may use (default: all).")
+    ] = None,
+    cpus: Annotated[
+        int | None, typer.Option("--cpus", min=1, metavar="N", help="CPUs per node that jobs may use (default: all).")
+    ] = None,
+    emulate: Annotated[
+        str | None, typer.Option("--emulate", metavar="NODESxGPUS", help="Nodes with fake GPUs on this machine.")
+    ] = None,
+    speed: Annotated[
+        float, typer.Option("--speed", min=1.0, help="How much faster the scheduler's clock runs, with --emulate.")
+    ] = 1.0,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Emulate 3 nodes of 4 GPUs and submit jobs that preempt each other.")
+    ] = False,
+    policy: Annotated[str, typer.Option(help="Scheduling policy.")] = "headway",
+    database: Annotated[
+        str | None, typer.Option("--database", metavar="URL", help="PostgreSQL (default: SQLite beside the runs).")
+    ] = None,
+    runs: Runs = None,
+    json: Json = False,
+) -> None:
+    """Start the service that schedules jobs: queue, decisions and record in a database, an agent per node.
+
+    Verbs with the same --runs folder find it, and its token, there. Jobs go on when it ends; the next one finds them.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"headway up needs {missing[0]}", hint="pip install 'headway[control]'")
+    _check_options(host, emulate, speed, demo)
+    from headway.cluster.scheduler.policies import POLICIES
+    from headway.cluster.service.connection import service_folder
+    from headway.cluster.service.demo import DEMO_SHAPE, DEMO_SPEED, DEMO_TENANTS
+    from headway.cluster.service.local_cluster import emulated_nodes, tenants_of, this_machine
+
+    if policy not in POLICIES:
+        raise UsageError(f"unknown policy {policy!r}", hint=f"one of {', '.join(POLICIES)}")
+    root = runs_root(runs)
+    os.umask(0o077)  # the database and what lies beside it
+    create_private_folder(root)
+    folder = service_folder(root)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    emulate, speed = (DEMO_SHAPE, DEMO_SPEED) if demo else (emulate, speed)
+    nodes = [this_machine(gpus, cpus)] if emulate is None else emulated_nodes(emulate, cpus)
+    tenants = DEMO_TENANTS if demo else tenants_of(cluster)
+    _serve(root, folder, (host, port), nodes, tenants, policy, database, speed, demo, json)
+
+
+def _check_options(host: str, emulate: str | None, speed: float, demo: bool) -> None:
+    if not _is_loopback(host):
+        raise UsageError(
+            f"{host} can be reached from other machines, and there is no TLS yet",
+            hint="leave --host at 127.0.0.1; reach it through ssh -L",
+        )
+    if speed != 1.0 and emulate is None:
+        raise UsageError("--speed is for emulated nodes", hint="--emulate NODESxGPUS")
+    if demo and emulate is not None:
+        raise UsageError("--demo emulates nodes of its own", hint="leave --emulate out")
+
+
+def _serve(
+    root: Path,
+    folder: Path,
+    address: tuple[str, int],
+    nodes: list[dict[str, Any]],
+    tenants: list[dict[str, Any]],
+    policy: str,
+    database: str | None,
+    speed: float,
+    demo: bool,
+    json: bool,
+) -> None:
+    from headway.cluster.service.app import make_app
+    from headway.cluster.service.connection import NODE_TOKEN, TOKEN
+    from headway.cluster.service.demo import submit_demo
+    from headway.cluster.service.faults import VARIABLE, write_points
+    from headway.cluster.service.live_service import LiveService
+    from headway.cluster.service.plane import ControlPlane
+    from headway.cluster.service.single import only_service, publish_address
+    from headway.cluster.service.store import ServiceStore
+    from headway.cluster.service.tables import open_database, sqlite_url
+    from headway.dashboard.server import listen, serve
+
+    host, port = address
+    with only_service(folder):
+        listener = listen(host, port)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        engine = open_database(database or sqlite_url(folder / "control.db"))
+        points = write_points()
+        os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
+        store = ServiceStore(engine, points)
+        plane = ControlPlane(store, time.time, speed)
+        for name in plane.set_cluster(nodes, tenants, policy):
+            print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
+        service = LiveService(store, plane, lambda line: print(line, file=sys.stderr, flush=True))
+        app = make_app(service, _token(folder / TOKEN), _token(folder / NODE_TOKEN), host)
+
+        def listening() -> None:
+            publish_address(folder, url)
+            service.start()
+            service.start_nodes([str(node["name"]) for node in nodes], folder / "nodes", url, folder / NODE_TOKEN)
+            if demo:
+                submit_demo(plane, folder)
+            if json:
+                print_json({"listening": url, "runs": str(root), "nodes": [node["name"] for node in nodes]})
+            else:
+                count = sum(len(node["gpus"]) for node in nodes)
+                print(f"{url}: {plural(len(nodes), 'node')}, {plural(count, 'GPU')}, {plural(len(tenants), 'tenant')}")
+                if speed != 1.0:
+                    print(f"emulated: the scheduler's clock runs {speed:g} times as fast")
+                print("Ctrl-C ends it; jobs go on")
+                print(next_line(command(root, "queue"), f"{command(root, 'submit')} -- COMMAND"))
+            sys.stdout.flush()
+
+        try:
+            serve(app, listener, listening)
+        finally:
+            service.close()
+        if service.failure is not None:
+            raise service.failure
+
+
+def _token(file: Path) -> str:
+    """Return the token in a private file; a new one if there is none."""
+    try:
+        token = file.read_text().strip()
+        if len(token) >= 16:
+            return token
+    except FileNotFoundError:
+        pass
+    token = secrets.token_urlsafe(24)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        os.fchmod(stream.fileno(), 0o600)
+        stream.write(token + "\n")
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

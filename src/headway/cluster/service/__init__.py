@@ -1,0 +1,11 @@
+"""The control plane: a live cluster on `decide`.
+
+cycle.py            the numbered scheduling cycle
+live_state.py       the scheduler's state, folded from the record; grants.py gives starts their GPU ids
+plane.py            what users ask, nodes report and cycles decide, each in one transaction
+store.py tables.py  the database and the record; faults.py kills at a chosen write
+node.py             a node obeys its orders (messages.py); host_starts.py are its processes, node_process.py its agent
+app.py              the HTTP API behind access_guard.py; views.py what it answers
+live_service.py     threads and agents of a running service; decider.py decides in a process of its own
+service_engine.py   the service as an engine, over connection.py
+"""

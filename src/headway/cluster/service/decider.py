@@ -1,0 +1,152 @@
+"""Decides in a process of its own, so that a slow or failing decision never keeps the service from answering.
+
+The process folds the record into a LiveState as it grows, and answers one JSON line per question. It is started on the
+first question, and again when it has died or does not answer in time; it then reads the record from its beginning.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from queue import Empty, Queue
+from threading import Lock, Thread
+from typing import Any
+
+from headway.cluster.scheduler.wait_reasons import explain_wait
+from headway.cluster.service.grants import LiveDecision, decode, encode
+from headway.cluster.service.live_state import LiveState
+from headway.errors import EngineError, UsageError
+
+ANSWER_S = 60.0
+"""How long a decision may take, a start of the process included."""
+_MODULE = "headway.cluster.service.decider"
+Lines = Sequence[Mapping[str, Any]]
+
+
+class InProcessDecider:
+    """Decides in this process: for simulations and tests."""
+
+    def __init__(self) -> None:
+        self.state, self.seen = LiveState(), 0
+
+    def decide(self, lines: Lines, now_s: float) -> list[LiveDecision]:
+        """Return the decisions for the state that a record leads to."""
+        self._follow(lines)
+        return self.state.decide(now_s)
+
+    def why(self, lines: Lines, now_s: float, job: str) -> dict[str, Any]:
+        """Explain the state of a job."""
+        self._follow(lines)
+        state, snapshot = self.state, self.state.snapshot.copy()
+        snapshot.advance(max(now_s, snapshot.now_s))
+        explanation = explain_wait(snapshot, snapshot.now_s, state.policy, job, state.history)
+        return asdict(explanation) | {"sentence": explanation.reason.sentence, "policy": state.policy.name}
+
+    def _follow(self, lines: Lines) -> None:
+        for line in lines[self.seen :]:
+            self.state.apply(line)
+        self.seen = len(lines)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class DeciderProcess:
+    """Has another process decide."""
+
+    def __init__(self, answer_s: float = ANSWER_S) -> None:
+        self._answer_s = answer_s
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: Queue[str] = Queue()
+        self._seen, self._lock = 0, Lock()
+
+    def decide(self, lines: Lines, now_s: float) -> list[LiveDecision]:
+        """See InProcessDecider."""
+        return [decode(fields) for fields in self._ask(lines, {"decide": now_s})["decisions"]]
+
+    def why(self, lines: Lines, now_s: float, job: str) -> dict[str, Any]:
+        """See InProcessDecider."""
+        answer: dict[str, Any] = self._ask(lines, {"why": job, "at": now_s})["why"]
+        return answer
+
+    def _ask(self, lines: Lines, question: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            for last in (False, True):  # once more with a new process
+                try:
+                    return self._exchange(lines, question)
+                except (OSError, Empty, ValueError):
+                    self._end()
+                    if last:
+                        break
+            raise EngineError("the scheduler's process does not answer", hint="see the log of headway up")
+
+    def _exchange(self, lines: Lines, question: dict[str, Any]) -> dict[str, Any]:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        news = list(lines[self._seen :])
+        process.stdin.write(json.dumps({"lines": news, **question}) + "\n")
+        process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._answers.get(timeout=self._answer_s))
+        self._seen += len(news)
+        if "usage" in answer:
+            raise UsageError(answer["usage"], hint=answer["hint"])
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer
+
+    def _start(self) -> None:
+        self._end()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._seen, self._answers = 0, Queue()
+        Thread(target=_collect, args=(self._process.stdout, self._answers), daemon=True).start()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        with contextlib.suppress(OSError):
+            assert process.stdin is not None
+            process.stdin.close()
+        process.wait()
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+
+def _collect(stream: Any, answers: "Queue[str]") -> None:
+    """Move answers from a pipe to a queue; an empty one at the end."""
+    with stream:
+        for line in stream:
+            answers.put(line)
+    answers.put("")
+
+
+def main() -> None:
+    """Answer questions from standard input until it ends."""
+    decider, lines = InProcessDecider(), list[Mapping[str, Any]]()
+    for text in sys.stdin:
+        question = json.loads(text)
+        lines += question["lines"]
+        try:
+            if "why" in question:
+                answer: dict[str, Any] = {"why": decider.why(lines, question["at"], question["why"])}
+            else:
+                decisions = decider.decide(lines, question["decide"])
+                answer = {"decisions": [encode(decision) for decision in decisions]}
+        except UsageError as error:
+            answer = {"usage": error.message, "hint": error.hint}
+        print(json.dumps(answer, default=str), flush=True)
+
+
+if __name__ == "__main__":
+    main()

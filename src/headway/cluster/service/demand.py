@@ -1,0 +1,92 @@
+"""What a request of an engine asks of the scheduler: pure."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from headway.cluster.engines.engine import LaunchRequest, did_you_mean
+from headway.cluster.scheduler.jobs import KINDS, Job
+from headway.cluster.service.live_state import LiveState
+from headway.errors import UsageError
+
+SITE = {
+    "tenant": "the name of a tenant",
+    "user": "who submits it",
+    "priority": "a whole number; higher goes first",
+    "preemptible": "yes or no: whether it may be stopped and restarted",
+    "save_every_s": "seconds between checkpoints",
+    "restart_s": "seconds that a restart takes",
+    "min_run_s": "seconds before it may be preempted",
+    "within": "a network level whose domains it must not span",
+    "kind": ", ".join(KINDS),
+}
+"""Settings that only this engine has."""
+
+
+def job_of(request: LaunchRequest, name: str, submit_s: float, tenants: list[str]) -> Job:
+    """Return what the scheduler is told of a request; UsageError for settings that it does not understand."""
+    site = request.site
+    for key in site:
+        if key not in SITE:
+            raise UsageError(f"the service has no setting {key!r}", hint=did_you_mean(key, SITE))
+    for what in ("spares", "avoid"):
+        if getattr(request, what):
+            raise UsageError(
+                f"job {request.name} sets {what}={_shown(request, what)}; the service has no such setting yet"
+            )
+    preemptible = site.get("preemptible", "no")
+    if preemptible not in ("yes", "no"):
+        raise UsageError(f"job {request.name}: preemptible is {preemptible!r}", hint="yes or no")
+    return Job(
+        name,
+        _tenant(request, tenants),
+        request.machines * request.gpus,
+        submit_s=submit_s,
+        priority=int(_number(request, "priority", 0)),
+        preemptible=preemptible == "yes",
+        limit_s=math.inf if request.limit_s is None else request.limit_s,
+        save_every_s=_number(request, "save_every_s", 1800.0),
+        restart_s=_number(request, "restart_s", 120.0),
+        min_run_s=_number(request, "min_run_s", 0.0),
+        within=site.get("within"),
+        user=site.get("user", ""),
+        kind=site.get("kind", "batch" if request.array is None else "array"),
+        machines=request.machines,
+        cpus=float(request.cpus),
+        memory_bytes=float(request.memory_bytes or 0),
+    )
+
+
+def _shown(request: LaunchRequest, what: str) -> str:
+    value = getattr(request, what)
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _tenant(request: LaunchRequest, tenants: list[str]) -> str:
+    if "tenant" not in request.site and len(tenants) != 1:
+        raise UsageError(f"job {request.name} names no tenant", hint=f"--tenant with one of {', '.join(tenants)}")
+    return request.site.get("tenant", tenants[0])
+
+
+def _number(request: LaunchRequest, key: str, default: float) -> float:
+    try:
+        return float(request.site.get(key, default))
+    except ValueError:
+        raise UsageError(f"job {request.name}: {key} is {request.site[key]!r}", hint=SITE[key]) from None
+
+
+class EmptyCluster:
+    """Nodes, tenants and policy of a cluster without jobs; UsageError if they do not fit together."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values: dict[str, Any] = json.loads(json.dumps(values))
+        self.tenants = [tenant["name"] for tenant in values["tenants"]]
+        state = LiveState()
+        state.apply({"at": 0.0, "cluster": self.values})
+        self._empty = state.snapshot
+        self._empty.tenants.check_guarantees(self._empty.gpus)
+
+    def check_job(self, job: Job) -> None:
+        """Raise UsageError, with the nearest that could run as its hint, for a job that can never run here."""
+        self._empty.check_job(job)

@@ -1,0 +1,229 @@
+"""Starts as real processes of this machine, under scripts that outlive the node's agent.
+
+<node>/
+  epoch                 of the newest service, and the id of its cluster
+  starts/<key>/
+    start.json          what was asked for; written before the command runs
+    task.sh start.sh    its scripts
+    lock pid exit       held while it runs; its process group; its exit status
+    signals ended       signals sent so far; when it was told to end
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from headway.cluster.engines.engine import read_exit_report
+from headway.cluster.engines.local.jobs import is_locked
+from headway.cluster.engines.local.task_processes import LOCK_FD, boot_id, kill_task, reserve_lock_fd, start_lock
+from headway.cluster.engines.scripts import log_folder, log_path, replace_file, start_script, task_script
+from headway.cluster.engines.submissions import request_from_json
+from headway.cluster.service.faults import WritePoints
+from headway.cluster.service.messages import StartReport, WantedStart
+from headway.cluster.service.node import Starts
+from headway.cluster.service.outcome import RankResult
+from headway.track.access import umask_of
+
+
+@dataclass
+class _Start:
+    """A start that was begun, as remembered on disk."""
+
+    key: str
+    own: Path
+    boot: str
+    began: float
+    limit_s: float | None
+    grace_s: float
+    warned: float | None = None
+    """When it first received SIGUSR1, in Unix seconds."""
+    ended: float | None = None
+    """When it was told to end, in Unix seconds."""
+    sent: int = 0
+    """Signals sent so far."""
+    result: RankResult | None = None
+
+
+class HostStarts(Starts):
+    """Processes on this machine; for one thread."""
+
+    def __init__(self, folder: Path, points: WritePoints | None = None) -> None:
+        self._folder, self._points = folder, points or WritePoints()
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        (folder / "starts").mkdir(mode=0o700, parents=True, exist_ok=True)
+        reserve_lock_fd()
+        self._starts = {start.key: start for start in map(_read, (folder / "starts").iterdir()) if start is not None}
+
+    # -- as Starts says
+
+    def report(self) -> list[StartReport]:
+        """See Starts."""
+        for start in self._starts.values():
+            if start.result is None:
+                self._check(start)
+        return [
+            StartReport(key, "running" if start.result is None else "exited", start.result)
+            for key, start in self._starts.items()
+        ]
+
+    def begin(self, wanted: WantedStart) -> None:
+        """See Starts. A start whose files are there, but which wrote no pid, never ran its command."""
+        if wanted.key in self._starts:
+            return
+        request = request_from_json(wanted.request)
+        job, own = wanted.key.split(":")[0], self._folder / "starts" / wanted.key
+        with umask_of(request.folder):
+            logs = log_folder(request.folder, job)
+            logs.mkdir(parents=True, exist_ok=True)
+        own.mkdir(mode=0o700, exist_ok=True)
+        for name in ("pid", "exit", "end", "signals", "ended"):
+            (own / name).unlink(missing_ok=True)
+        start = _Start(wanted.key, own, boot_id(), time.time(), request.limit_s, request.grace_s)
+        (own / "task.sh").write_text(task_script(request))
+        (own / "start.sh").write_text(start_script(own / "task.sh", log_path(logs, wanted.number, wanted.rank), own))
+        self._points.reach("before start.json")
+        fields = {key: getattr(start, key) for key in ("key", "boot", "began", "limit_s", "grace_s")}
+        replace_file(own / "start.json", to_json(fields).decode())
+        self._points.reach("after start.json")
+        variables = {
+            "CUDA_VISIBLE_DEVICES": ",".join(wanted.gpus),
+            "HEADWAY_MACHINE": str(wanted.rank),
+            "HEADWAY_MACHINES": ",".join(wanted.machines),
+            "HEADWAY_START": str(wanted.number),
+            "PATH": os.defpath,
+        }
+        variables |= {"HEADWAY_END": str(own / "end")} if len(wanted.machines) > 1 else {}
+        variables |= {} if wanted.index is None else {"HEADWAY_ARRAY_INDEX": str(wanted.index)}
+        with umask_of(request.folder), start_lock(own / "lock"):
+            self._children[wanted.key] = subprocess.Popen(
+                ["bash", str(own / "start.sh")],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**variables, **(wanted.secrets or {})},
+                pass_fds=[LOCK_FD],
+                start_new_session=True,
+            )
+        self._starts[wanted.key] = start
+        self._points.reach("after the process")
+
+    def signal(self, key: str, numbers: tuple[int, ...]) -> None:
+        """See Starts."""
+        start = self._starts.get(key)
+        while start is not None and start.result is None and start.sent < len(numbers):
+            number = numbers[start.sent]
+            if not (self._warn(start) if number == signal.SIGUSR1 else self._kill(start, number)):
+                return  # it has no process yet; the next orders repeat the signal
+            start.sent += 1
+            self._points.reach("after a signal")
+            replace_file(start.own / "signals", str(start.sent))
+
+    def end(self, key: str) -> None:
+        """See Starts."""
+        start = self._starts[key]
+        if start.ended is None:
+            start.ended = time.time()
+            replace_file(start.own / "ended", str(start.ended))
+            self._points.reach("after being told to end")
+            self._warn(start)
+
+    def kill(self, key: str) -> None:
+        """See Starts."""
+        self._kill(self._starts[key], signal.SIGKILL)
+
+    def forget(self, key: str) -> None:
+        """See Starts."""
+        start = self._starts.pop(key)
+        self._points.reach("before forgetting")
+        (start.own / "start.json").unlink(missing_ok=True)  # first: half a folder is no start
+        shutil.rmtree(start.own, ignore_errors=True)
+
+    def accept(self, epoch: int, cluster: str) -> bool:
+        """See Starts."""
+        path = self._folder / "epoch"
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            newest, known = path.read_text().split()
+            if known != cluster or int(newest) > epoch:
+                return False
+            if int(newest) == epoch:
+                return True
+        replace_file(path, f"{epoch} {cluster}")
+        return True
+
+    # -- processes
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs."""
+        return any(start.result is None for start in self._starts.values())
+
+    def _check(self, start: _Start) -> None:
+        """Notice the exit of a start; enforce its end and its time limit."""
+        child = self._children.get(start.key)
+        if not is_locked(start.own / "lock") if child is None else child.poll() is not None:
+            self._children.pop(start.key, None)
+            self._kill(start, signal.SIGKILL, our_child=child is not None)  # what the command has left behind
+            start.result = _result(start)
+            return
+        now = time.time()
+        deadline = None if start.limit_s is None else start.began + start.limit_s
+        if start.ended is not None:
+            if start.warned is None:  # it had no process yet
+                self._warn(start)
+            if now >= start.ended + start.grace_s:
+                self._kill(start, signal.SIGKILL)
+        if deadline is not None and now >= deadline:
+            self._kill(start, signal.SIGKILL)
+        elif deadline is not None and start.warned is None and now >= deadline - start.grace_s:
+            self._warn(start)
+
+    def _warn(self, start: _Start) -> bool:
+        sent = self._kill(start, signal.SIGUSR1)
+        if sent and start.warned is None:
+            start.warned = time.time()
+        return sent
+
+    def _kill(self, start: _Start, number: int, *, our_child: bool = False) -> bool:
+        is_child = our_child or start.key in self._children
+        return kill_task(start.own, start.boot, number, our_child=is_child)
+
+
+def _result(start: _Start) -> RankResult:
+    """How a start ended, by the files that it left."""
+    after_s = None if start.warned is None else start.warned - start.began
+    reported = read_exit_report(start.own / "end")
+    try:
+        status: int | None = int((start.own / "exit").read_text())
+    except (OSError, ValueError):
+        status = None
+    return RankResult(
+        status=status,
+        signalled_after_s=after_s,
+        at_limit=start.limit_s is not None and time.time() >= start.began + start.limit_s,
+        lost=status is None and start.boot != boot_id(),
+        reported=None if reported is None else reported[0],
+    )
+
+
+def _read(own: Path) -> _Start | None:
+    """A start as its folder tells it; None if its command never ran."""
+    try:
+        fields: dict[str, Any] = from_json((own / "start.json").read_bytes())
+        start = _Start(own=own, **fields)
+    except (OSError, ValueError, TypeError):
+        return None
+    if not is_locked(own / "lock") and not (own / "pid").exists() and start.boot == boot_id():
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        start.sent = int((own / "signals").read_text())
+    with contextlib.suppress(OSError, ValueError):
+        start.ended = float((own / "ended").read_text())
+    return start

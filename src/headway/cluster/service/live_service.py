@@ -1,0 +1,101 @@
+"""The running service: the control plane, a thread that runs cycles, and the agents of local nodes."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headway.cluster.service.cycle import MAX_GAP_S, run_cycle
+from headway.cluster.service.decider import DeciderProcess
+from headway.cluster.service.faults import NODE_VARIABLE, VARIABLE
+from headway.cluster.service.plane import ControlPlane
+from headway.cluster.service.store import DamagedRecord, ServiceStore, Superseded
+from headway.errors import EngineError, HeadwayError
+
+AGENT_CHECK_S = 0.5
+RETRY_S = 1.0
+"""Between cycles while the database fails."""
+_NODE = "headway.cluster.service.node_process"
+
+
+class LiveService:
+    """A control plane with its threads and processes."""
+
+    def __init__(
+        self,
+        store: ServiceStore,
+        plane: ControlPlane,
+        log: Callable[[str], None],
+        decider: DeciderProcess | None = None,
+    ) -> None:
+        self.store, self.plane, self.stopping = store, plane, threading.Event()
+        self._log, self._decider = log, decider or DeciderProcess()
+        self._agents: dict[str, tuple[list[str], subprocess.Popen[bytes]]] = {}
+        self._threads = [
+            threading.Thread(target=run, name=run.__name__) for run in (self._run_cycles, self._keep_agents)
+        ]
+        self.failure: HeadwayError | None = None
+        """Why the service had to end, if it had to."""
+
+    def start(self) -> None:
+        """Begin to schedule."""
+        for thread in self._threads:
+            thread.start()
+
+    def start_nodes(self, names: Sequence[str], folder: Path, url: str, token_file: Path) -> None:
+        """Start an agent per local node, and another when it dies. Jobs outlive it, and the next one finds them."""
+        fault = os.environ.pop(NODE_VARIABLE, None)
+        for name in names:
+            command = [sys.executable, "-m", _NODE, name, str(folder / name), url, str(token_file), str(os.getpid())]
+            environment = os.environ if fault is None else os.environ | {VARIABLE: fault}
+            self._agents[name] = command, subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+
+    def _keep_agents(self) -> None:
+        while not self.stopping.wait(AGENT_CHECK_S):
+            for name, (command, process) in list(self._agents.items()):
+                if process.poll() is not None:
+                    self._log(f"the agent of node {name} ended with status {process.returncode}; starting another")
+                    self._agents[name] = command, subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def why(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Explain the state of a job: by the scheduler if it waits there, else by what is recorded."""
+        waits = job["state"] == "waiting" and not job["held"]
+        if waits:
+            return job | {"why": self._decider.why(self.plane.lines[:], self.plane.now_s, job["id"])}
+        return job | {"why": None}
+
+    def _run_cycles(self) -> None:
+        outdated = False
+        while not self.stopping.is_set():
+            if not outdated:
+                self.plane.changed.wait(MAX_GAP_S)
+            self.plane.changed.clear()
+            try:
+                if outdated:  # what interferes waits, this time
+                    with self.store.lock:
+                        outdated = run_cycle(self.plane, self._decider).outdated
+                else:
+                    outdated = run_cycle(self.plane, self._decider).outdated
+            except (Superseded, DamagedRecord) as error:
+                self.failure = error
+                self.stopping.set()
+            except EngineError as error:
+                self._log(f"{error.message}; trying again")
+                self.stopping.wait(RETRY_S)
+
+    def close(self) -> None:
+        """End threads and agents; jobs go on."""
+        self.stopping.set()
+        self.plane.changed.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+        for _, agent in self._agents.values():
+            agent.terminate()
+        for _, agent in self._agents.values():
+            agent.wait()
+        self._decider.close()
+        self.store.close()

@@ -1,0 +1,169 @@
+"""What the scheduler knows of a live cluster: a fold over the lines of its record.
+
+Each line is one JSON object with the time `at` and one of these keys:
+
+    cluster      nodes, tenants and policy; again whenever these change
+    job          a job was submitted
+    running      the nodes of a starting job have confirmed that it runs
+    stopping     a user had a running job stopped
+    exited       a job has exited, and waits `again` or is over; `saved` if its work up to then counts
+    hold, unhold a user took a waiting job out of the queue, or put it back
+    node         a node is healthy or draining
+    decided      the decisions of a cycle, with their placements
+
+Nothing else changes the state, so reading the lines restores it at any time, and each cycle can be decided again.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headway.cluster.scheduler.decide import decide
+from headway.cluster.scheduler.history import JobHistory
+from headway.cluster.scheduler.jobs import Job
+from headway.cluster.scheduler.nodes import STATES
+from headway.cluster.scheduler.policies import POLICIES
+from headway.cluster.scheduler.policy import Policy
+from headway.cluster.scheduler.snapshot import ClusterSnapshot
+from headway.cluster.service.grants import (
+    Holdings,
+    LiveDecision,
+    decode,
+    encode,
+    grant_decisions,
+    kept_by_stopped,
+    placement_of,
+)
+
+Line = Mapping[str, Any]
+
+
+@dataclass
+class LiveState:
+    """The snapshot, and which job holds which GPUs."""
+
+    snapshot: ClusterSnapshot = field(default_factory=ClusterSnapshot)
+    holdings: Holdings = field(default_factory=Holdings)
+    history: JobHistory = field(default_factory=JobHistory)
+    policy: Policy = POLICIES["headway"]
+
+    def apply(self, line: Line) -> None:
+        """Update the state by a line of the record."""
+        snapshot = self.snapshot
+        snapshot.advance(max(float(line["at"]), snapshot.now_s))
+        if "decided" in line:
+            self._apply_decisions([decode(fields) for fields in line["decided"]])
+        elif "job" in line:
+            job = job_from_json(line["job"])
+            snapshot.submit([job])
+            self.history.submitted(job)
+        elif "exited" in line:
+            self._exited(line["exited"], again=bool(line.get("again")), saved=bool(line.get("saved")))
+        elif "running" in line:
+            snapshot.confirm(snapshot.jobs.rows[line["running"]])
+        elif "stopping" in line:
+            snapshot.tell_to_stop(snapshot.jobs.rows[line["stopping"]])
+        elif "hold" in line:
+            snapshot.hold(snapshot.jobs.rows[line["hold"]])
+        elif "unhold" in line:
+            snapshot.unhold(snapshot.jobs.rows[line["unhold"]])
+        elif "node" in line:
+            snapshot.nodes.state[snapshot.nodes.rows[line["node"]]] = STATES.index(line["state"])
+        else:
+            self._set_cluster(line["cluster"])
+
+    def decide(self, now: float) -> list[LiveDecision]:
+        """Return the decisions of a cycle. The state does not change, not even its time: whoever reads the record later
+        finds only the cycles that decided something."""
+        snapshot = self.snapshot.copy()
+        snapshot.advance(max(float(now), snapshot.now_s))
+        return grant_decisions(snapshot, self.holdings, decide(snapshot, snapshot.now_s, self.policy))
+
+    def _apply_decisions(self, decisions: list[LiveDecision]) -> None:
+        snapshot, jobs = self.snapshot, self.snapshot.jobs
+        kept = kept_by_stopped(snapshot, self.holdings, decisions)
+        for name, share in kept.items():
+            snapshot.tell_to_stop(jobs.rows[name], share)
+        for decision in decisions:
+            if decision.kind == "start":
+                row = jobs.rows[decision.job]
+                snapshot.start(row, *placement_of(snapshot, decision.grant))
+                jobs.starting[row] = True
+                self.holdings.grants[decision.job] = decision.grant
+
+    def _exited(self, name: str, *, again: bool, saved: bool) -> None:
+        snapshot, row = self.snapshot, self.snapshot.jobs.rows[name]
+        self.holdings.grants.pop(name, None)
+        if again:
+            snapshot.exited(row, saved=saved)
+            return
+        if snapshot.jobs.running[row]:
+            self.history.ended(name, snapshot.now_s, float(snapshot.worked_s(np.array([row]), snapshot.now_s)[0]))
+        else:
+            self.history.departed(name)
+        snapshot.end(row)
+
+    def _set_cluster(self, cluster: Line) -> None:
+        """Build the cluster, or change it under the jobs that it has."""
+        self.policy = POLICIES[cluster["policy"]]
+        values = json.loads(self.snapshot.to_json())
+        pools, place_of = _pools(cluster["nodes"])
+        names_of = {number: pool["nodes"] for number, pool in enumerate(values["pools"])}
+        for pool in pools:
+            before = {
+                name: state for old in values["pools"] for name, state in zip(old["nodes"], old["state"], strict=True)
+            }
+            pool["state"] = [before.get(name, "draining") for name in pool["nodes"]]
+        for job in values["jobs"]:
+            for key in ("place", "kept"):
+                if key in job:
+                    moved = [place_of[names_of[job[key]["pool"]][node]] for node in job[key]["nodes"]]
+                    job[key] |= {"pool": moved[0][0], "nodes": [node for _, node in moved]}
+        sums = {tenant["name"]: tenant for tenant in values["tenants"]}
+        values["tenants"] = [
+            {"recent": 0.0, "short": 0.0, "spent_gpu_s": 0.0}
+            | {key: sums[tenant["name"]][key] for key in ("recent", "short", "spent_gpu_s") if tenant["name"] in sums}
+            | {"guarantee": 0, "parent": None, "borrow": None, "lend": None}
+            | {key: value for key, value in tenant.items() if key != "budget_gpu_h"}
+            | {"budget_gpu_s": 3600 * tenant["budget_gpu_h"] if tenant.get("budget_gpu_h") else "inf"}
+            for tenant in cluster["tenants"]
+        ]
+        self.snapshot = ClusterSnapshot.from_json(json.dumps(values | {"pools": pools}))
+        self.holdings.ids = {node["name"]: tuple(node["gpus"]) for node in cluster["nodes"]}
+
+
+def _pools(nodes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, tuple[int, int]]]:
+    """Return pools of nodes of one chip and size, and where each node is: pool and number."""
+    pools: dict[tuple[str, int], dict[str, Any]] = {}
+    places = {}
+    for node in nodes:
+        key = node["chip"], len(node["gpus"])
+        empty: dict[str, Any] = {"chip": key[0], "size": key[1], "nodes": [], "domains": {}, "limits": []}
+        pool = pools.setdefault(key, empty)
+        places[node["name"]] = list(pools).index(key), len(pool["nodes"])
+        pool["nodes"].append(node["name"])
+        pool["limits"].append([node["name"], node["cpus"], node["memory_bytes"]])
+    return list(pools.values()), places
+
+
+def job_to_json(job: Job) -> dict[str, Any]:
+    """Return a job as JSON values, without what is as by default."""
+    default = asdict(Job(job.name, job.tenant, job.gpus))
+    changed = {key: value for key, value in asdict(job).items() if value != default[key]}
+    fields = {"name": job.name, "tenant": job.tenant, "gpus": job.gpus} | changed
+    return {key: "inf" if value == math.inf else value for key, value in fields.items()}
+
+
+def job_from_json(fields: Line) -> Job:
+    """Return the job that `job_to_json` wrote."""
+    values: dict[str, Any] = {key: math.inf if value == "inf" else value for key, value in fields.items()}
+    return Job(**values)
+
+
+def decided_line(at: float, decisions: list[LiveDecision]) -> dict[str, Any]:
+    """Return the line of a cycle's decisions."""
+    return {"at": at, "decided": [encode(decision) for decision in decisions]}

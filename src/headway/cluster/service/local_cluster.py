@@ -1,0 +1,61 @@
+"""The nodes and tenants that a service starts with: this machine, or emulated nodes with GPUs that are only names."""
+
+import os
+import re
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from headway.cluster.engines.local.engine import local_gpus
+from headway.cluster.simulate.site import read_site
+from headway.errors import UsageError
+from headway.hardware import devices
+
+_EMULATED = re.compile(r"([1-9][0-9]{0,2})x([0-9]{1,2})")
+
+
+def this_machine(gpus: int | None = None, cpus: int | None = None) -> dict[str, Any]:
+    """This machine as a node; `gpus` and `cpus` limit what jobs may use."""
+    ids = local_gpus()
+    if gpus is not None:
+        if gpus > len(ids) and ids:
+            raise UsageError(f"this machine has {len(ids)} GPUs, not {gpus}", hint=f"--gpus {len(ids)} or fewer")
+        ids = ids[:gpus] or tuple(map(str, range(gpus)))
+    return {
+        "name": socket.gethostname(),
+        "chip": (devices("auto").name or "gpu") if ids and local_gpus() else "cpu",
+        "gpus": list(ids),
+        "cpus": cpus or len(os.sched_getaffinity(0)),
+        "memory_bytes": int(psutil.virtual_memory().total),
+    }
+
+
+def emulated_nodes(shape: str, cpus: int | None = None) -> list[dict[str, Any]]:
+    """Nodes of this machine with fake GPUs, such as 3x4: jobs see their numbers in CUDA_VISIBLE_DEVICES."""
+    match = _EMULATED.fullmatch(shape)
+    if match is None:
+        raise UsageError(f"--emulate {shape}: not NODESxGPUS", hint="for example --emulate 3x4")
+    memory = int(psutil.virtual_memory().total)
+    gpus = list(map(str, range(int(match[2]))))
+    return [
+        {"name": f"node-{number}", "chip": "fake", "gpus": gpus, "cpus": cpus or 16, "memory_bytes": memory}
+        for number in range(1, int(match[1]) + 1)
+    ]
+
+
+def tenants_of(file: Path | None) -> list[dict[str, Any]]:
+    """The tenants of a cluster.toml; without one a single tenant that may use everything."""
+    if file is None:
+        return [{"name": "default"}]
+    try:
+        tenants = read_site(file).tenants
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:  # TOML
+        raise UsageError(f"{file}: {error}") from None
+    if not tenants:
+        raise UsageError(f"{file} lists no tenants", hint='[[tenant]] with name = "..."')
+    return [{key: value for key, value in asdict(tenant).items() if value is not None} for tenant in tenants]

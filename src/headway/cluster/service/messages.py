@@ -1,0 +1,72 @@
+"""What a node and the service tell each other, once per second or as soon as something changes.
+
+The node reports every start that it knows; the service answers with every start that it wants there. Both are
+complete, so a lost or repeated message does no harm: what the node does not know it starts, what is no longer wanted
+it kills, and a start key is started once, whatever happens in between.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import TypeAdapter
+
+from headway.cluster.service.outcome import RankResult
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """One start as its node knows it."""
+
+    key: str
+    """JOB:START:RANK."""
+    state: Literal["running", "exited"]
+    result: RankResult | None = None
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """Everything that a node knows."""
+
+    node: str
+    starts: tuple[StartReport, ...] = ()
+
+
+@dataclass(frozen=True)
+class WantedStart:
+    """One start that the service wants on a node."""
+
+    key: str
+    action: Literal["run", "end"]
+    gpus: tuple[str, ...]
+    rank: int
+    machines: tuple[str, ...]
+    number: int
+    """Which start of the job it is, from 1."""
+    index: int | None
+    """Of an array task."""
+    request: dict[str, object] = field(default_factory=dict)
+    """LaunchRequest as JSON."""
+    signals: tuple[int, ...] = ()
+    """Signals to send, in order: those that it has not sent yet."""
+    secrets: dict[str, str] | None = field(default_factory=dict)
+    """Values of secret variables; None if the service has lost them."""
+
+
+@dataclass(frozen=True)
+class NodeOrders:
+    """Everything that the service wants of a node."""
+
+    epoch: int
+    """Of the service: a node obeys none older than the newest that it has heard of."""
+    cluster: str
+    """Id of the cluster: a node obeys no other."""
+    starts: tuple[WantedStart, ...] = ()
+
+
+REPORT = TypeAdapter(NodeReport)
+ORDERS = TypeAdapter(NodeOrders)
+
+
+def start_key(job: str, start: int, rank: int) -> str:
+    """The key of one start of a job on one of its nodes."""
+    return f"{job}:{start}:{rank}"

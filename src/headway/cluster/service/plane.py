@@ -1,0 +1,421 @@
+"""The control plane: what users and nodes ask of it, each in one transaction. Clock and database are arguments.
+
+A job waits, then `starting` (GPUs recorded, nodes asked to start it), `running`, `ending` (told to stop), and then is
+over or waits again. Every change that the scheduler must know adds a line to the record in the same transaction.
+"""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Row, delete, func, insert, or_, select, update
+
+from headway.cluster.engines.engine import CANCELLED, OVER, LaunchRequest, cannot_signal
+from headway.cluster.engines.submissions import request_to_json
+from headway.cluster.service.demand import EmptyCluster, job_of
+from headway.cluster.service.exits import finish_if_exited
+from headway.cluster.service.grants import LiveDecision
+from headway.cluster.service.live_state import decided_line, job_from_json, job_to_json
+from headway.cluster.service.messages import NodeOrders, NodeReport, WantedStart, start_key
+from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.store import ServiceStore, Transaction
+from headway.cluster.service.tables import jobs, nodes, ranks
+from headway.errors import EngineError, UsageError
+
+AWAY_S = 30.0
+"""A node that has not reported for so long gets no new jobs."""
+ALIVE = ("starting", "running", "ending")
+RESULT = RankResult.__dataclass_fields__
+
+
+class ControlPlane:
+    """The state of a cluster in its database, and everything that changes it."""
+
+    def __init__(self, store: ServiceStore, clock: Callable[[], float] = time.time, speed: float = 1.0) -> None:
+        """`clock` returns Unix seconds; the scheduler's time passes `speed` times as fast, for emulated clusters."""
+        self._store, self._clock, self._speed = store, clock, speed
+        self._began = clock()
+        self._offset = float(store.lines[-1]["at"]) if store.lines else 0.0
+        self._cluster: EmptyCluster | None = None
+        self.secrets: dict[str, dict[str, str]] = {}
+        """Values of secret variables by job: in memory only."""
+        self._reported: dict[str, float] = {}
+        """When each node last reported, by the clock."""
+        self.changes, self.changed = 0, threading.Event()
+        """Grows with every change that nodes or the scheduler should look at, which the event then tells."""
+
+    @property
+    def now_s(self) -> float:
+        """The scheduler's time: it never goes back, and stands still while no service runs."""
+        last = float(self._store.lines[-1]["at"]) if self._store.lines else 0.0
+        return max(self._offset + (self._clock() - self._began) * self._speed, last)
+
+    def _note_change(self) -> None:
+        self.changes += 1
+        self.changed.set()
+
+    @property
+    def lines(self) -> Sequence[Mapping[str, Any]]:
+        """The record so far."""
+        return self._store.lines
+
+    @property
+    def cluster(self) -> "EmptyCluster":
+        """Nodes, tenants and policy."""
+        if self._cluster is None:
+            raise EngineError("the cluster has no nodes yet", hint="wait until the first one has joined")
+        return self._cluster
+
+    # -- the cluster
+
+    def set_cluster(
+        self, specs: Sequence[Mapping[str, Any]], tenants: Sequence[Mapping[str, Any]], policy: str
+    ) -> list[str]:
+        """Record nodes and tenants if they have changed; nodes that are not named any more stay, without new jobs.
+
+        A node on which jobs are stays as it was recorded until a service starts when there are none: such nodes are
+        returned."""
+        unchanged = list[str]()
+        with self._store.write() as transaction:
+            known = {row.name: json.loads(row.spec) for row in transaction.execute(select(nodes))}
+            for spec in specs:
+                if spec["name"] not in known:
+                    values = {"name": spec["name"], "spec": json.dumps(spec), "state": "draining"}
+                    transaction.execute(insert(nodes).values(values))
+                elif spec != known[spec["name"]] and not self._change_node(transaction, spec):
+                    unchanged.append(spec["name"])
+                    continue
+                known[spec["name"]] = dict(spec)
+            used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
+            gone = used - {tenant["name"] for tenant in tenants}
+            if gone:
+                raise UsageError(
+                    f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
+                )
+            values = {"nodes": list(known.values()), "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
+            cluster = EmptyCluster(values)
+            before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
+            if cluster.values != before:
+                transaction.add_lines([{"at": self.now_s, "cluster": values}])
+        self._cluster = cluster
+        now = self._clock()
+        self._reported = {spec["name"]: now for spec in specs}
+        self._note_change()
+        return unchanged
+
+    @staticmethod
+    def _change_node(transaction: Transaction, spec: Mapping[str, Any]) -> bool:
+        """Record what a node has now; False if jobs are on it."""
+        busy = (ranks.c.node == spec["name"]) & (ranks.c.state != "exited")
+        if transaction.execute(select(func.count()).select_from(ranks).where(busy)).scalar_one():
+            return False
+        transaction.execute(update(nodes).where(nodes.c.name == spec["name"]).values(spec=json.dumps(spec)))
+        return True
+
+    # -- what users ask
+
+    def submit(self, request: LaunchRequest, secrets: Mapping[str, str] | None = None, key: str | None = None) -> str:
+        """Queue a job, or the tasks of an array, and return its id; repeating a `key` returns the same id."""
+        now, tenants = self.now_s, self.cluster.tenants
+        self.cluster.check_job(job_of(request, request.name, now, tenants))
+        with self._store.write() as transaction:
+            if key is not None:
+                known = transaction.execute(select(jobs.c.id, jobs.c.array).where(jobs.c.key == key)).first()
+                if known is not None:
+                    return str(known.array or known.id)
+            number = (transaction.execute(select(func.max(jobs.c.number))).scalar() or 0) + 1
+            names = [f"{number}_{task}" for task in range(request.array)] if request.array else [str(number)]
+            rows = []
+            for task, name in enumerate(names):
+                job = job_of(request, name, now, tenants)
+                rows.append(
+                    {
+                        "id": name,
+                        "number": number + task,
+                        "name": request.name,
+                        "tenant": job.tenant,
+                        "request": json.dumps(request_to_json(request)),
+                        "demand": json.dumps(job_to_json(job)),
+                        "state": "waiting",
+                        "submitted": self._clock(),
+                        "array": str(number) if request.array else None,
+                        "at_once": request.at_once,
+                        "key": key if task == 0 else None,
+                    }
+                )
+            transaction.execute(insert(jobs), rows)
+            if request.secrets:  # before the commit: a job that is seen has them
+                self.secrets |= {name: dict(secrets or {}) for name in names}
+        self._note_change()
+        return str(number)
+
+    def cancel(self, name: str) -> None:
+        """End a job or the tasks of an array: those that run are told to stop."""
+        with self._store.write() as transaction:
+            for row in self._rows(transaction, name):
+                if row.state in ("starting", "running"):
+                    self._tell_to_stop(transaction, row, "cancel", record=True)
+                elif row.state == "ending" and row.stop == "preempt":
+                    transaction.execute(update(jobs).where(jobs.c.id == row.id).values(stop="cancel"))
+                elif row.state == "waiting":
+                    values = {"state": "cancelled", "reason": CANCELLED, "ended": self._clock()}
+                    transaction.execute(update(jobs).where(jobs.c.id == row.id).values(values))
+                    self.secrets.pop(row.id, None)
+                    if row.offered:
+                        transaction.add_lines([{"at": self.now_s, "exited": row.id}])
+        self._note_change()
+
+    def hold(self, name: str, held: bool = True) -> bool:
+        """Keep waiting jobs from starting, or release them; False if there is nothing to do."""
+        done = False
+        with self._store.write() as transaction:
+            for row in self._rows(transaction, name):
+                if row.held != held and row.state == "waiting":
+                    done = True
+                    transaction.execute(update(jobs).where(jobs.c.id == row.id).values(held=held))
+                    if row.offered:
+                        transaction.add_lines([{"at": self.now_s, "hold" if held else "unhold": row.id}])
+        self._note_change()
+        return done
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to the commands of running jobs, once each."""
+        with self._store.write() as transaction:
+            rows = self._rows(transaction, name)
+            alive = [row for row in rows if row.state in ("running", "ending")]
+            if not alive:
+                raise cannot_signal(name, rows[0].state if rows else "unknown")
+            for row in alive:
+                where = (ranks.c.job == row.id) & (ranks.c.start == row.starts)
+                for rank in transaction.execute(select(ranks).where(where)).all():
+                    sent = json.dumps([*json.loads(rank.signals), int(signal.Signals(number))])
+                    transaction.execute(update(ranks).where(where & (ranks.c.rank == rank.rank)).values(signals=sent))
+        self._note_change()
+
+    def _rows(self, transaction: Transaction, name: str) -> list[Row[Any]]:
+        """The job of an id, or the tasks of an array."""
+        wanted = or_(jobs.c.id == name, jobs.c.array == name)
+        return list(transaction.execute(select(jobs).where(wanted).order_by(jobs.c.number)).all())
+
+    def _tell_to_stop(self, transaction: Transaction, row: Row[Any], why: str, *, record: bool) -> None:
+        """Have a job stopped: what no node has been asked to start has exited already."""
+        transaction.execute(update(jobs).where(jobs.c.id == row.id).values(state="ending", stop=why))
+        if record:
+            transaction.add_lines([{"at": self.now_s, "stopping": row.id}])
+        mine = (ranks.c.job == row.id) & (ranks.c.start == row.starts)
+        transaction.execute(update(ranks).where(mine & (ranks.c.state == "granted")).values(state="exited"))
+        finish_if_exited(transaction, row.id, self.now_s, self._clock(), self.secrets)
+
+    # -- what nodes report
+
+    def sync(self, report: NodeReport) -> NodeOrders:
+        """Take a node's report, and return everything that is wanted of it."""
+        now = self._clock()
+        with self._store.read() as connection:
+            known = connection.execute(select(nodes).where(nodes.c.name == report.node)).first()
+            rows = connection.execute(_wanted(report.node)).all()
+        if known is None:
+            raise UsageError(f"unknown node '{report.node}'")
+        self._reported[report.node] = now
+        states = {start_key(row.job, row.start, row.rank): row for row in rows}
+        news = [
+            start
+            for start in report.starts
+            if start.key in states and _order(start.state) > _order(states[start.key].state)
+        ]
+        if news or known.state != "healthy":
+            with self._store.write() as transaction:
+                if known.state != "healthy":
+                    self._set_node(transaction, report.node, "healthy")
+                for start in news:
+                    self._take_report(transaction, states[start.key], start.state, start.result)
+                rows = list(transaction.execute(_wanted(report.node)).all())
+            self._note_change()
+        return NodeOrders(self._store.epoch, self._store.cluster, tuple(self._wanted_start(row) for row in rows))
+
+    def _take_report(self, transaction: Transaction, row: Row[Any], state: str, result: RankResult | None) -> None:
+        mine = (ranks.c.job == row.job) & (ranks.c.start == row.start)
+        text = None if result is None else json.dumps({key: getattr(result, key) for key in RESULT})
+        values = {"state": state, "result": text}
+        # only forward: another report may have said more meanwhile
+        before = ("issued",) if state == "running" else ("issued", "running")
+        changed = transaction.execute(
+            update(ranks).where(mine & (ranks.c.rank == row.rank) & ranks.c.state.in_(before)).values(values)
+        ).rowcount
+        if not changed:
+            return
+        others = transaction.execute(select(ranks.c.state).where(mine)).scalars().all()
+        if state == "running" and "issued" not in others:
+            starting = (jobs.c.id == row.job) & (jobs.c.state == "starting")
+            now = {"state": "running", "reason": "", "started": self._clock()}
+            if transaction.execute(update(jobs).where(starting).values(now)).rowcount:
+                transaction.add_lines([{"at": self.now_s, "running": row.job}])
+        if state == "exited":
+            if result is not None and (result.error or result.lost) and {*others} - {"exited"}:
+                job = transaction.execute(select(jobs).where(jobs.c.id == row.job)).one()
+                if job.state in ("starting", "running"):  # the others would wait for it for ever
+                    self._tell_to_stop(transaction, job, "broken", record=True)
+            finish_if_exited(transaction, row.job, self.now_s, self._clock(), self.secrets)
+
+    def _wanted_start(self, row: Row[Any]) -> WantedStart:
+        fresh = row.state == "issued" and row.job_state != "ending"
+        request = json.loads(row.request)
+        values: dict[str, str] | None = {}
+        if fresh and request["secrets"]:
+            values = self.secrets.get(row.job)
+        return WantedStart(
+            start_key(row.job, row.start, row.rank),
+            "end" if row.job_state == "ending" else "run",
+            tuple(json.loads(row.gpus)),
+            row.rank,
+            tuple(json.loads(row.machines)),
+            row.start,
+            int(row.job.rpartition("_")[2]) if row.array else None,
+            request if fresh else {},
+            tuple(json.loads(row.signals)),
+            values,
+        )
+
+    def _set_node(self, transaction: Transaction, name: str, state: str) -> None:
+        transaction.execute(update(nodes).where(nodes.c.name == name).values(state=state))
+        transaction.add_lines([{"at": self.now_s, "node": name, "state": state}])
+
+    # -- steps of a cycle
+
+    def take_events(self) -> None:
+        """Offer new jobs to the scheduler, and note nodes that do not report any more."""
+        now = self._clock()
+        silent = [name for name, at in self._reported.items() if now - at > AWAY_S]
+        with self._store.read() as connection:
+            lost = [
+                name
+                for name in connection.execute(select(nodes.c.name).where(nodes.c.state == "healthy")).scalars()
+                if name in silent or name not in self._reported
+            ]
+            offers = _to_offer(connection.execute(_unoffered()).all(), connection.execute(_array_counts()).all())
+        if not lost and not offers:
+            return
+        with self._store.write() as transaction:
+            for name in lost:
+                self._set_node(transaction, name, "draining")
+            lines = list[dict[str, Any]]()
+            for row in offers:
+                mine = (jobs.c.id == row.id) & ~jobs.c.offered & (jobs.c.state == "waiting")
+                if transaction.execute(update(jobs).where(mine).values(offered=True)).rowcount:
+                    job = job_from_json(json.loads(row.demand))
+                    lines.append({"at": self.now_s, "job": job_to_json(job)})
+                    lines += [{"at": self.now_s, "hold": row.id}] if row.held else []
+            transaction.add_lines(lines)
+
+    def waits(self) -> bool:
+        """Whether a job waits that the scheduler may start."""
+        able = (jobs.c.state == "waiting") & jobs.c.offered & ~jobs.c.held
+        with self._store.read() as connection:
+            return connection.execute(select(jobs.c.id).where(able).limit(1)).first() is not None
+
+    def record_decisions(self, decisions: Sequence[LiveDecision], seen: int, now_s: float) -> bool:
+        """Record the decisions of a cycle with all that follows from them; False if they are outdated: the record has
+        grown since the `seen` lines that they are based on."""
+        acted = [decision for decision in decisions if decision.kind != "reserve"]
+        with self._store.lock:
+            if len(self._store.lines) != seen:
+                return False
+            if not acted:
+                return True
+            with self._store.write() as transaction:
+                transaction.add_lines([decided_line(now_s, list(decisions))])
+                for decision in acted:
+                    if decision.kind != "start":
+                        row = transaction.execute(select(jobs).where(jobs.c.id == decision.job)).one()
+                        self._tell_to_stop(transaction, row, "preempt", record=False)
+                        reason = decision.reason.sentence
+                        transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(reason=reason))
+                for decision in acted:
+                    if decision.kind == "start":
+                        self._grant(transaction, decision)
+        self._note_change()
+        return True
+
+    def _grant(self, transaction: Transaction, decision: LiveDecision) -> None:
+        started = select(jobs.c.id, jobs.c.starts).where(jobs.c.id.in_(decision.after))
+        starts = {row.id: row.starts for row in transaction.execute(started)}
+        number = transaction.execute(select(jobs.c.starts).where(jobs.c.id == decision.job)).scalar_one() + 1
+        values = {"state": "starting", "starts": number, "stop": "", "exit_status": None}
+        values["reason"] = _starting_reason(decision)
+        transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(values))
+        transaction.execute(delete(ranks).where(ranks.c.job == decision.job))
+        machines = json.dumps([node for node, _ in decision.grant])
+        fields = {"job": decision.job, "start": number, "state": "granted", "machines": machines}
+        fields["after"] = json.dumps(sorted(starts.items()))
+        transaction.execute(
+            insert(ranks),
+            [
+                fields | {"rank": rank, "node": node, "gpus": json.dumps(ids)}
+                for rank, (node, ids) in enumerate(decision.grant)
+            ],
+        )
+
+    def apply(self) -> int:
+        """Ask nodes to start what nothing stands in the way of any more, all ranks of a job or none; return how many
+        jobs."""
+        with self._store.read() as connection:
+            granted = connection.execute(select(ranks).where(ranks.c.state == "granted")).all()
+            if not granted:
+                return 0
+            running = select(ranks.c.job, ranks.c.start).where(ranks.c.state != "exited")
+            alive = {(row.job, row.start) for row in connection.execute(running)}
+        ready = {row.job for row in granted if not alive & {(job, start) for job, start in json.loads(row.after)}}
+        if not ready:
+            return 0
+        with self._store.write() as transaction:
+            mine = ranks.c.job.in_(ready) & (ranks.c.state == "granted")
+            transaction.execute(update(ranks).where(mine).values(state="issued"))
+        self._note_change()
+        return len(ready)
+
+
+def _starting_reason(decision: LiveDecision) -> str:
+    on = ", ".join(node for node, _ in decision.grant)
+    return f"starting on {on}" + (f" once {', '.join(decision.after)} has exited" if decision.after else "")
+
+
+def _order(state: str) -> int:
+    return ("granted", "issued", "running", "exited").index(state)
+
+
+def _wanted(node: str) -> Any:
+    """Query the starts that a node should know."""
+    columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.state.label("job_state"))
+    where = (ranks.c.node == node) & ranks.c.state.in_(("issued", "running"))
+    return select(*columns).join(jobs, jobs.c.id == ranks.c.job).where(where)
+
+
+def _unoffered() -> Any:
+    waiting = (jobs.c.state == "waiting") & ~jobs.c.offered
+    return (
+        select(jobs.c.id, jobs.c.array, jobs.c.at_once, jobs.c.held, jobs.c.demand)
+        .where(waiting)
+        .order_by(jobs.c.number)
+    )
+
+
+def _array_counts() -> Any:
+    """Query how many tasks of each limited array the scheduler knows."""
+    live = jobs.c.offered & jobs.c.at_once.is_not(None) & jobs.c.state.not_in(OVER)
+    return select(jobs.c.array, func.count().label("tasks")).where(live).group_by(jobs.c.array)
+
+
+def _to_offer(waiting: Sequence[Row[Any]], counts: Sequence[Row[Any]]) -> list[Row[Any]]:
+    """Return the jobs to offer: of an array at most as many as may run at a time."""
+    active = {row.array: row.tasks for row in counts}
+    offers = []
+    for row in waiting:
+        if row.at_once is not None:
+            if active.get(row.array, 0) >= row.at_once:
+                continue
+            active[row.array] = active.get(row.array, 0) + 1
+        offers.append(row)
+    return offers

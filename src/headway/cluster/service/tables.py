@@ -1,0 +1,139 @@
+"""The tables of the service, and how its database is opened: SQLite by default, PostgreSQL by URL."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Engine,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    create_engine,
+    event,
+    make_url,
+)
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.pool import QueuePool
+
+from headway.errors import EngineError, UsageError
+
+FORMAT = 1
+metadata = MetaData()
+
+facts = Table("facts", metadata, Column("name", String(40), primary_key=True), Column("value", Text, nullable=False))
+"""Format, epoch of the newest service, and the cluster's id."""
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("name", String(128), primary_key=True),
+    Column("spec", Text, nullable=False),  # JSON: chip, GPU ids, CPUs, memory
+    Column("state", String(20), nullable=False),  # as the record has it
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", String(40), primary_key=True),
+    Column("number", Integer, nullable=False, unique=True),  # in order of submission
+    Column("name", String(128), nullable=False),
+    Column("tenant", String(128), nullable=False),
+    Column("request", Text, nullable=False),  # LaunchRequest as JSON
+    Column("demand", Text, nullable=False),  # what the scheduler is told, as JSON
+    Column("state", String(20), nullable=False),
+    Column("reason", Text, nullable=False, default=""),
+    Column("stop", String(20), nullable=False, default=""),  # why it was told to stop: cancel, preempt, broken
+    Column("held", Boolean, nullable=False, default=False),
+    Column("offered", Boolean, nullable=False, default=False),  # whether the scheduler knows it
+    Column("starts", Integer, nullable=False, default=0),
+    Column("exit_status", Integer),
+    Column("submitted", Float, nullable=False),  # Unix seconds, as the other times of this table
+    Column("started", Float),
+    Column("ended", Float),
+    Column("array", String(40)),  # id that the tasks of an array share
+    Column("at_once", Integer),
+    Column("key", String(200), unique=True),  # of the submission: repeating it has no effect
+    Index("jobs_by_state", "state"),
+    Index("jobs_by_array", "array"),
+)
+
+ranks = Table(
+    "ranks",
+    metadata,
+    Column("job", String(40), primary_key=True),
+    Column("start", Integer, primary_key=True),
+    Column("rank", Integer, primary_key=True),
+    Column("node", String(128), nullable=False),
+    Column("gpus", Text, nullable=False),  # ids, as JSON
+    Column("machines", Text, nullable=False),  # nodes of all ranks, as JSON
+    Column("state", String(20), nullable=False),  # granted, issued, running, exited
+    Column("after", Text, nullable=False),  # JSON: starts of other jobs that must have exited first
+    Column("result", Text),  # JSON: how it exited
+    Column("signals", Text, nullable=False, default="[]"),  # JSON: numbers of the signals to send, in order
+    Index("ranks_by_node", "node", "state"),
+)
+"""One row per node of a job's newest start: what the node is to run."""
+
+record = Table(
+    "record",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("line", Text, nullable=False),
+    Column("sum", String(16), nullable=False),  # of the sum before it and the line
+)
+
+
+def open_database(url: str) -> Engine:
+    """Open a database, and create what is missing in it."""
+    try:
+        parsed = make_url(url)
+        if parsed.get_backend_name() == "sqlite":
+            engine = _open_sqlite(url)
+        elif parsed.get_backend_name() != "postgresql":
+            raise ArgumentError
+        else:
+            engine = create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+        metadata.create_all(engine)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{url.split('@')[-1]} needs {error.name}", hint="pip install 'headway[postgres]'") from None
+    except ArgumentError:
+        raise UsageError("not the URL of a database", hint="postgresql://USER@HOST/NAME or sqlite:///FILE") from None
+    except SQLAlchemyError as error:
+        raise database_error(error) from None
+    return engine
+
+
+def database_error(error: SQLAlchemyError) -> EngineError:
+    """The error for a database that does not answer or does not accept writes."""
+    cause = str(getattr(error, "orig", None) or error).strip().split("\n")[0]
+    return EngineError(f"the database failed: {cause}", hint="nothing was changed; repeat it once the database is back")
+
+
+def sqlite_url(file: Path) -> str:
+    """The URL of a SQLite file."""
+    return f"sqlite:///{file}"
+
+
+def _open_sqlite(url: str) -> Engine:
+    engine = create_engine(url, poolclass=QueuePool, connect_args={"timeout": 30, "check_same_thread": False})
+    prepare: Callable[..., Any] = event.listens_for(engine, "connect")
+
+    @prepare
+    def configure(connection: Any, _: Any) -> None:
+        connection.isolation_level = None  # SQLAlchemy begins transactions, below
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            connection.execute(f"PRAGMA {pragma}").close()
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Any) -> None:
+        immediate = not connection.get_execution_options().get("reads")
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+
+    return engine

@@ -1,0 +1,78 @@
+"""What the service answers about jobs and nodes: plain values, read from the database."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, or_, select
+
+from headway.cluster.engines.engine import OVER
+from headway.cluster.service.tables import jobs, nodes, ranks
+
+MOST_JOBS = 1000
+"""Jobs of one answer."""
+
+
+def list_jobs(connection: Connection, names: Sequence[str] = (), *, over: bool = False) -> list[dict[str, Any]]:
+    """Jobs by id or array, or all that are not over; with `over` the newest that are."""
+    where = or_(jobs.c.id.in_(names), jobs.c.array.in_(names))
+    if not names:
+        where = jobs.c.state.in_(OVER) if over else jobs.c.state.not_in(OVER)
+    order = jobs.c.number.desc() if over else jobs.c.number
+    rows = connection.execute(select(jobs).where(where).order_by(order).limit(MOST_JOBS)).all()
+    grants = _grants(connection, [row.id for row in rows if row.starts])
+    return [_job(row, grants.get(row.id, [])) for row in rows]
+
+
+def find_jobs(connection: Connection, name: str) -> list[str]:
+    """The ids that a user may mean: an id or array, else the newest job of that name."""
+    if connection.execute(select(jobs.c.id).where(or_(jobs.c.id == name, jobs.c.array == name)).limit(1)).first():
+        return [name]
+    newest = select(jobs.c.id, jobs.c.array).where(jobs.c.name == name).order_by(jobs.c.number.desc()).limit(1)
+    row = connection.execute(newest).first()
+    return [] if row is None else [row.array or row.id]
+
+
+def list_nodes(connection: Connection) -> list[dict[str, Any]]:
+    """All nodes, and what is occupied on each: of jobs that end, too."""
+    alive = (
+        select(ranks.c.node, ranks.c.gpus, ranks.c.job, jobs.c.request)
+        .join(jobs, jobs.c.id == ranks.c.job)
+        .where(ranks.c.state != "exited")
+    )
+    held: dict[str, list[Any]] = {}
+    for row in connection.execute(alive):
+        held.setdefault(row.node, []).append(row)
+    answer = []
+    for node in connection.execute(select(nodes).order_by(nodes.c.name)):
+        spec, here = json.loads(node.spec), held.get(node.name, [])
+        taken = {gpu for row in here for gpu in json.loads(row.gpus)}
+        cpus = sum(json.loads(row.request)["cpus"] for row in here)
+        fields = {"state": node.state, "gpus_free": len(set(spec["gpus"]) - taken), "cpus_free": spec["cpus"] - cpus}
+        answer.append(spec | fields | {"jobs": sorted({row.job for row in here})})
+    return answer
+
+
+def _grants(connection: Connection, names: Iterable[str]) -> dict[str, list[tuple[str, list[str]]]]:
+    grants: dict[str, list[tuple[str, list[str]]]] = {}
+    for row in connection.execute(
+        select(ranks).where(ranks.c.job.in_(list(names))).order_by(ranks.c.job, ranks.c.rank)
+    ):
+        grants.setdefault(row.job, []).append((row.node, json.loads(row.gpus)))
+    return grants
+
+
+def _job(row: Row[Any], grant: list[tuple[str, list[str]]]) -> dict[str, Any]:
+    demand, request = json.loads(row.demand), json.loads(row.request)
+    columns: tuple[str, ...] = ("id", "number", "name", "tenant", "state", "reason", "held", "starts", "exit_status")
+    columns += ("submitted", "started", "ended", "array")
+    return {key: getattr(row, key) for key in columns} | {
+        "gpus": demand["gpus"],
+        "machines": request["machines"],
+        "cpus": request["cpus"],
+        "priority": demand.get("priority", 0),
+        "preemptible": demand.get("preemptible", False),
+        "user": demand.get("user", ""),
+        "folder": request["folder"],
+        "placement": [{"node": node, "gpus": gpus} for node, gpus in grant],
+    }

@@ -1,0 +1,81 @@
+"""Commands of any kind as jobs of the service: submitted from a folder, run there."""
+
+import getpass
+import os
+import re
+import secrets
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.cluster.engines.engine import LaunchRequest
+from headway.cluster.engines.settings import engine_settings, open_engine
+from headway.errors import UsageError
+from headway.track.runs import create_private_folder
+
+FOLDER = ".commands"
+"""Beside the runs: a folder per command, for its logs."""
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class CommandResources:
+    """What a command gets on each of its machines."""
+
+    machines: int = 1
+    gpus: int = 0
+    cpus: int | None = None
+    memory_gib: float | None = None
+
+
+def submit_command(
+    command: Sequence[str],
+    root: Path,
+    resources: CommandResources,
+    name: str | None = None,
+    site: Mapping[str, str] | None = None,
+    *,
+    dry: bool = False,
+) -> tuple[LaunchRequest, str]:
+    """Submit a command to the service, and return the request and the job's id; the script instead if `dry`."""
+    if not command:
+        raise UsageError("no command after --", hint="headway submit -- python train.py")
+    name = name or _NOT_IN_NAMES.sub("-", Path(command[0]).name).strip("-.") or "command"
+    settings, engine = engine_settings("service"), open_engine("service", root)
+    memory = resources.memory_gib or settings.memory_gib
+    folder = root.absolute() / FOLDER / f"{name}-{secrets.token_hex(4)}"
+    request = LaunchRequest(
+        name=name,
+        command=tuple(command),
+        folder=folder,
+        machines=resources.machines,
+        gpus=resources.gpus,
+        cpus=resources.cpus or settings.cpus or 1,
+        memory_bytes=None if memory is None else int(memory * 2**30),
+        limit_s=settings.limit_s,
+        grace_s=LaunchRequest.grace_s if settings.grace_s is None else settings.grace_s,
+        environment=settings.environment,
+        secrets=settings.secrets,
+        setup=(f"cd -- {shlex.quote(os.getcwd())}", *settings.setup),  # noqa: PTH109 (a word of a shell line)
+        site=with_user(site or {}),
+    )
+    if dry:
+        return request, engine.describe(request)
+    engine.probe()
+    create_private_folder(folder.parent)
+    folder.mkdir(mode=0o700)
+    try:
+        return request, engine.launch(request)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def with_user(site: Mapping[str, str]) -> dict[str, str]:
+    """Settings of the service with the name of this process's user."""
+    try:
+        return {"user": getpass.getuser(), **site}
+    except (OSError, KeyError):
+        return dict(site)

@@ -1,0 +1,360 @@
+"""A whole cluster in one thread: the real control plane and node agents over fake clock, network, disks and processes.
+
+Each tick does something at random: users submit and cancel, nodes talk to the service, cycles run, processes exit. Any
+write may be the last of its process; messages are lost, late and repeated; nodes reboot; the clock jumps. After each
+tick, what really runs is compared with what may run.
+"""
+
+import json
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from sqlalchemy import event, select
+
+from headway.cluster.engines.engine import OVER, LaunchRequest
+from headway.cluster.engines.submissions import request_from_json
+from headway.cluster.service.cycle import run_cycle
+from headway.cluster.service.decider import InProcessDecider
+from headway.cluster.service.faults import WritePoints
+from headway.cluster.service.messages import ORDERS, NodeOrders, StartReport, WantedStart
+from headway.cluster.service.node import ClusterNode, Starts
+from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.plane import ControlPlane
+from headway.cluster.service.store import ServiceStore, Superseded
+from headway.cluster.service.tables import jobs, open_database, ranks
+from headway.errors import EngineError
+
+NODES = [
+    {"name": f"n{number}", "chip": "fake", "gpus": list("abcd"), "cpus": 8, "memory_bytes": 2**34}
+    for number in range(3)
+]
+TENANTS = [{"name": "red", "guarantee": 6}, {"name": "blue", "guarantee": 6}]
+
+
+class Crash(Exception):
+    """A process was killed."""
+
+
+class CrashingPoints(WritePoints):
+    """Crashes at some of the writes."""
+
+    def __init__(self, rng: Random, rate: float) -> None:
+        super().__init__()
+        self.rng, self.rate = rng, rate
+
+    def reach(self, place: str) -> None:
+        super().reach(place)
+        if self.rng.random() < self.rate * (10 if place == "node" else 1):
+            raise Crash(place)
+
+
+@dataclass
+class Process:
+    """A command on a node."""
+
+    key: str
+    node: str
+    gpus: tuple[str, ...]
+    request: LaunchRequest
+    began: float
+    ends: float
+    status: int
+    warned: float | None = None
+    told: float | None = None
+    sent: int = 0
+    result: RankResult | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.result is None
+
+
+class SimStarts(Starts):
+    """Fake processes; `on_disk` survives the agent."""
+
+    def __init__(self, world: "World", name: str, on_disk: dict[str, Process]) -> None:
+        self.world, self.name, self.on_disk = world, name, on_disk
+
+    def report(self) -> list[StartReport]:
+        return [StartReport(key, "running" if p.alive else "exited", p.result) for key, p in self.on_disk.items()]
+
+    def begin(self, wanted: WantedStart) -> None:
+        self.world.points.reach("node")
+        self.world.begun(self.name, wanted, self.on_disk)
+        self.world.points.reach("node")
+
+    def signal(self, key: str, numbers: tuple[int, ...]) -> None:
+        process = self.on_disk.get(key)
+        if process is not None and process.alive and process.sent < len(numbers):
+            process.sent = len(numbers)
+            self.world.warn(process)
+
+    def end(self, key: str) -> None:
+        process = self.on_disk[key]
+        if process.told is None:
+            process.told = self.world.time
+            self.world.points.reach("node")
+            self.world.warn(process)
+
+    def kill(self, key: str) -> None:
+        self.on_disk[key].result = RankResult()
+
+    def forget(self, key: str) -> None:
+        self.world.points.reach("node")
+        del self.on_disk[key]
+
+    def accept(self, epoch: int, cluster: str) -> bool:
+        newest = self.world.epochs.get(self.name, 0)
+        self.world.epochs[self.name] = max(newest, epoch)
+        return epoch >= newest
+
+
+@dataclass
+class World:
+    """Everything, from one seed."""
+
+    folder: Path
+    seed: int
+    url: str = ""
+    """Of a database; SQLite by default."""
+    faults: bool = True
+    time: float = 1_000_000.0
+    skew: float = 0.0
+    """What the service's clock shows beyond the time."""
+    disks: dict[str, dict[str, Process]] = field(default_factory=dict)
+    epochs: dict[str, int] = field(default_factory=dict)
+    processes: list[Process] = field(default_factory=list)
+    submitted: list[str] = field(default_factory=list)
+    cancelled: set[str] = field(default_factory=set)
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.rng = Random(self.seed)
+        self.points = CrashingPoints(self.rng, 0.0)
+        self.engine = open_database(self.url or f"sqlite:///{self.folder / f'{self.seed}.db'}")
+
+        @event.listens_for(self.engine, "connect")
+        def fast(connection: object, _: object) -> None:
+            if not self.url:
+                connection.execute("PRAGMA synchronous = OFF").close()  # type: ignore[attr-defined]
+
+        self.engine.dispose()
+        self.disks = {str(node["name"]): {} for node in NODES}
+        self.agents: dict[str, ClusterNode | None] = dict.fromkeys(self.disks)
+        self.late: dict[str, NodeOrders] = {}
+        self.plane: ControlPlane | None = None
+        self.zombie: ControlPlane | None = None
+
+    # -- the service
+
+    def start_service(self) -> None:
+        store = ServiceStore(self.engine, self.points)
+        self.plane = ControlPlane(store, lambda: self.time + self.skew)
+        self.decider = InProcessDecider()
+        self.plane.set_cluster(NODES, TENANTS, "headway")
+
+    def serve(self, act: str) -> None:
+        """Have the service do something; a crash ends it, and another one starts at some later tick."""
+        try:
+            if self.plane is None:
+                self.start_service()
+            elif act == "cycle":
+                report = run_cycle(self.plane, self.decider)
+                self.seen.update(started=report.started, preempted=report.stopped)
+            else:
+                getattr(self, act)(self.plane)
+        except Crash:
+            self.seen["service crashes"] += 1
+            self.zombie, self.plane = (self.plane if self.rng.random() < 0.3 else None), None
+
+    def submit(self, plane: ControlPlane) -> None:
+        rng = self.rng
+        machines = rng.choice((1, 1, 1, 2, 3))
+        request = LaunchRequest(
+            f"job-{len(self.submitted)}",
+            ("run", str(rng.choice((10.0, 100.0, 1000.0))), str(rng.choice((0, 0, 0, 0, 3)))),
+            Path("/"),
+            machines=machines,
+            gpus=rng.choice((0, 1, 2, 4, 4)),
+            cpus=rng.choice((1, 2, 6)),
+            memory_bytes=rng.choice((None, 2**33)),
+            grace_s=rng.choice((0.0, 30.0)),
+            array=rng.choice((None, None, None, 3)),
+            at_once=rng.choice((None, 1)),
+            site={
+                "tenant": rng.choice(("red", "blue")),
+                "priority": str(rng.choice((0, 0, 5))),
+                "preemptible": rng.choice(("yes", "yes", "no")),
+            },
+        )
+        key = request.name
+        self.submitted.append(key)
+        for _ in range(rng.choice((1, 1, 2))):  # a client that hears no answer asks again
+            plane.submit(request, key=key)
+
+    def some_job(self) -> str | None:
+        with self.engine.connect() as connection:
+            names = connection.execute(select(jobs.c.id).where(jobs.c.state.not_in(OVER))).scalars().all()
+        return self.rng.choice(names) if names else None
+
+    def cancel(self, plane: ControlPlane) -> None:
+        if (job := self.some_job()) is not None:
+            self.cancelled.add(job)
+            plane.cancel(job)
+
+    def hold(self, plane: ControlPlane) -> None:
+        if (job := self.some_job()) is not None:
+            plane.hold(job)
+
+    def release(self, plane: ControlPlane) -> None:
+        if (job := self.some_job()) is not None:
+            plane.hold(job, held=False)
+
+    def warn_job(self, plane: ControlPlane) -> None:
+        if (job := self.some_job()) is not None:
+            with suppress(EngineError):  # it waits
+                plane.signal(job, 10)
+
+    # -- nodes
+
+    def talk(self, name: str) -> None:
+        """A node reports and obeys: in one go, or with losses, delays and repeats."""
+        agent = self.agents[name]
+        if agent is None:
+            self.agents[name] = agent = ClusterNode(name, SimStarts(self, name, self.disks[name]))
+            self.late.pop(name, None)
+        try:
+            if name in self.late:
+                agent.obey(self.late.pop(name))
+                return
+            plane = self.zombie if self.zombie is not None and self.rng.random() < 0.3 else self.plane
+            if plane is None or self._lossy(0.1):
+                return
+            try:
+                orders = plane.sync(agent.report())
+            except Superseded:
+                self.seen["superseded"] += 1
+                return
+            orders = ORDERS.validate_json(ORDERS.dump_json(orders))
+            if self._lossy(0.1):
+                return
+            if self._lossy(0.1):
+                self.late[name] = orders
+                return
+            for _ in range(2 if self._lossy(0.1) else 1):
+                agent.obey(orders)
+        except Crash as crash:
+            if str(crash) == "node":
+                self.seen["node crashes"] += 1
+                self.agents[name] = None
+                self.late.pop(name, None)
+            else:
+                self.seen["service crashes"] += 1
+                self.plane = None
+
+    def _lossy(self, rate: float) -> bool:
+        return self.faults and self.rng.random() < rate
+
+    def reboot(self, name: str) -> None:
+        self.seen["reboots"] += 1
+        self.agents[name] = None
+        self.late.pop(name, None)
+        for process in self.disks[name].values():
+            if process.alive:
+                process.result = RankResult(lost=True)
+
+    # -- processes
+
+    def begun(self, node: str, wanted: WantedStart, on_disk: dict[str, Process]) -> None:
+        assert wanted.key not in {process.key for process in self.processes}, f"{wanted.key} started twice"
+        request = request_from_json(wanted.request)
+        length, status = float(request.command[1]), int(request.command[2])
+        process = Process(wanted.key, node, wanted.gpus, request, self.time, self.time + length, status)
+        on_disk[wanted.key] = process
+        self.processes.append(process)
+        job, start, _ = wanted.key.split(":")
+        with self.engine.connect() as connection:
+            mine = (ranks.c.job == job) & (ranks.c.start == int(start))
+            states = connection.execute(select(ranks.c.state).where(mine)).scalars().all()
+        assert "granted" not in states, f"{wanted.key} started before the whole gang may"
+
+    def warn(self, process: Process) -> None:
+        if process.warned is None:
+            process.warned = self.time
+            if self.rng.random() < 0.7:
+                process.ends, process.status = min(process.ends, self.time + 5), 75
+
+    def run_processes(self) -> None:
+        for process in self.processes:
+            if not process.alive:
+                continue
+            after_s = None if process.warned is None else process.warned - process.began
+            if process.told is not None and self.time >= process.told + process.request.grace_s:
+                process.result = RankResult(137, after_s)
+            elif self.time >= process.ends:
+                process.result = RankResult(process.status, after_s)
+
+    def tick(self) -> None:
+        rng = self.rng
+        self.points.rate = 0.004 if self.faults else 0.0
+        self.time += rng.choice((0.1, 1.0, 5.0, 20.0) if self.faults else (1.0, 25.0, 200.0))
+        if self._lossy(0.01):
+            self.skew += rng.choice((-100.0, 20.0, 3600.0))
+        self.run_processes()
+        acts = ("cycle",) * 6 + ("submit",) * 2 + ("cancel", "hold", "release", "warn_job")
+        self.serve(rng.choice(acts) if self.faults else rng.choice(("cycle", "cycle", "release")))
+        for name in self.disks:
+            if rng.random() < 0.6:
+                self.talk(name)
+        if self._lossy(0.01):
+            self.reboot(rng.choice(list(self.disks)))
+        self.check()
+
+    # -- what must hold
+
+    def check(self) -> None:
+        alive = [process for process in self.processes if process.alive]
+        for node in NODES:
+            here = [process for process in alive if process.node == node["name"]]
+            gpus = [gpu for process in here for gpu in process.gpus]
+            assert len(gpus) == len(set(gpus)), f"GPUs of {node['name']} are given twice: {here}"
+            assert sum(process.request.cpus for process in here) <= int(str(node["cpus"])), here
+            assert sum(process.request.memory_bytes or 0 for process in here) <= int(str(node["memory_bytes"])), here
+        starts = {(process.key.split(":")[0], process.key.split(":")[1]) for process in alive}
+        assert len(starts) == len({job for job, _ in starts}), "a job runs twice"
+
+    def finish(self) -> None:
+        """Without further faults, everything comes to an end."""
+        self.faults, self.points.rate, self.zombie = False, 0.0, None
+        for _ in range(5000):
+            self.tick()
+            if self.plane is not None and self.some_job() is None and not any(self.disks.values()):
+                return
+        with self.engine.connect() as connection:
+            left = connection.execute(select(jobs.c.id, jobs.c.state, jobs.c.reason).where(jobs.c.state.not_in(OVER)))
+            raise AssertionError(f"jobs never end: {left.all()}, on disk {self.disks}")
+
+    def check_ends(self) -> None:
+        """Every job that was ever accepted has ended once, as its command did."""
+        with self.engine.connect() as connection:
+            rows = connection.execute(select(jobs)).all()
+        done = {(row.name, row.array is None) for row in rows}
+        assert len({row.id for row in rows}) == len(rows)
+        counts = Counter(row.name for row in rows)
+        assert all(count == (json.loads(row.request)["array"] or 1) for row in rows for count in [counts[row.name]]), (
+            done
+        )
+        for row in rows:
+            mine = [process for process in self.processes if process.key.split(":")[0] == row.id]
+            statuses = {process.result.status for process in mine if process.result is not None}
+            assert not any(process.alive for process in mine)
+            if row.state == "finished":
+                assert 0 in statuses, (row, mine)
+            elif row.state == "cancelled":
+                assert row.id in self.cancelled, row
+            else:
+                assert row.state == "failed", row
+                assert statuses & {3, 138, 137, None}, (row, mine)
