@@ -45,7 +45,11 @@ def run(name: str, folder: Path) -> str:
 
 
 def test_every_example_is_tried() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*EXPECTED, "demo.py"}  # `make demo` tries the demo
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        *EXPECTED,
+        "demo.py",
+        "mawps.py",
+    }  # `make demo` tries the demo
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -84,6 +88,19 @@ def test_countdown_problems_are_solvable_and_of_one_seed_and_apart(monkeypatch: 
     row = countdown.row([3, 4], 12, "3*4")
     assert row["messages"][1]["content"] == "<answer>3*4</answer>"
     assert countdown.row([3, 4], 12, None) == {"prompt": "Make 12 from 3, 4.", "numbers": [3, 4], "target": 12}
+
+
+def test_word_problems_are_held_out_by_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"input": f"What is {number} plus {number % 7}?", "target": number + number % 7} for number in range(40)]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows + rows[:5]))
+    command = ["mawps.py", str(source), str(tmp_path / "made"), "--hold-out", "10"]
+    monkeypatch.setattr(sys, "argv", command)
+    runpy.run_path(str(EXAMPLES / "mawps.py"), run_name="__main__")
+    learnt, held = ((tmp_path / "made" / f"{name}.jsonl").read_text().splitlines() for name in ("prompts", "held-out"))
+    assert len(held) == 10
+    assert {json.loads(line)["question"] for line in held}.isdisjoint(json.loads(line)["prompt"] for line in learnt)
+    assert len({json.loads(line)["prompt"] for line in learnt}) == 30
 
 
 def test_a_plan_is_made_from_python(capsys: pytest.CaptureFixture[str]) -> None:

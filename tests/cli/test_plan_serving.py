@@ -118,7 +118,7 @@ def test_folders_and_configs(mixtral: Path, tmp_path: Path) -> None:
     assert other["name"] == "odd"
     assert other["model"]["active_parameters"] == folder["model"]["active_parameters"] < 13e9
     assert "experts" in {point["name"] for point in folder["rooflines"]["decode"]}
-    assert f"next: headway serve {mixtral} --max-sequences 300\n" in text(str(mixtral), "--on", "h200")
+    assert f"next: headway serve {mixtral} --max-sequences 293\n" in text(str(mixtral), "--on", "h200")
     assert text(str(mixtral), "--on", "h200", "--concurrency", str(SEQUENCES)).endswith(f"headway serve {mixtral}\n")
 
 
@@ -162,7 +162,7 @@ def test_a_roofline_shows_both_passes(tmp_path: Path) -> None:
         (("nowhere", "--serve", "--on", "h200"), "nowhere is no recipe, Hugging Face folder or run", "HEADWAY_RUNS"),
         (("none.toml", "--serve", "--on", "h200"), "no such recipe", "recipe ls"),
         (("none.json", "--serve", "--on", "h200"), "none.json: cannot be read", "config.json"),
-        ((LLAMA, "--serve", "--on", "h200", "--concurrency", "9999"), "does not fit on h200", "--concurrency 3106"),
+        ((LLAMA, "--serve", "--on", "h200", "--concurrency", "9999"), "does not fit on h200", "--concurrency 3032"),
     ],
     ids=lambda value: " ".join(value) .replace(str(RECIPES), "recipes")if isinstance(value, tuple) else None,
 )  # fmt: skip

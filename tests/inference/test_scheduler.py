@@ -32,6 +32,9 @@ class Arithmetic:
         self.size = size
         self.places: list[tuple[int, int] | None] = [None] * (blocks * size)
 
+    def most_steps(self, chunks: tuple[Chunk, ...]) -> int:
+        return 0
+
     def run(self, chunks: tuple[Chunk, ...], last: SampledTokens | None = None):
         rows = []
         for chunk in chunks:

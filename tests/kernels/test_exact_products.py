@@ -19,7 +19,7 @@ from headway.kernels.rms_norm import rms_norm
 from headway.kernels.rotary_store import HeadShape, rotate_and_store
 from headway.kernels.sampling import draw, label_logprobs
 from headway.kernels.sequential_linear import LinearTiling
-from headway.models import empty_decoder
+from headway.models import empty_decoder, exact
 from headway.models.attention import attend_all, see
 from headway.models.exact import make_exact
 from headway.models.loss import token_logprobs
@@ -168,7 +168,10 @@ def decoder_of(**values: object):
     return empty_decoder(class_of(sizes)(**sizes), "meta")
 
 
-def test_a_gpu_takes_bfloat16_and_a_trainers_float32_weights() -> None:
+def test_a_gpu_takes_bfloat16_and_a_trainers_float32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="not proven on cuda yet"):
+        make_exact(decoder_of().to(torch.bfloat16), torch.device("cuda"))
+    monkeypatch.setattr(exact, "proven", {"cuda"})
     gpu = torch.device("cuda")
     make_exact(decoder_of().to(torch.bfloat16), gpu)
     trainer = decoder_of()
@@ -185,7 +188,10 @@ def test_a_gpu_takes_bfloat16_and_a_trainers_float32_weights() -> None:
         ({"hidden": 72}, "inputs are a multiple of 16, and one is 64 x 72"),
     ],
 )
-def test_sizes_that_kernels_do_not_take_are_refused(values: dict[str, int], message: str) -> None:
+def test_sizes_that_kernels_do_not_take_are_refused(
+    values: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact, "proven", {"cuda"})
     with pytest.raises(ModelError, match=message):
         make_exact(decoder_of(**values), torch.device("cuda"), torch.bfloat16)
 

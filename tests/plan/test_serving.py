@@ -56,9 +56,9 @@ def test_dense_model_by_hand() -> None:
     head = 128256 * 2048
     token = 16 * 2 * 8 * 64 * 2  # layers, keys and values, heads, size, bytes
     assert (plan.memory.weights, plan.memory.token_bytes) == (2 * 1_235_814_400, token)
-    blocks = int(0.9 * (141 * GIB - GIB / 2 - 2 * 1_235_814_400) / (16 * token))
-    assert plan.memory.cache_tokens == 16 * blocks
-    assert plan.memory.largest_batch == blocks // 82 == 3106  # 1,300 tokens are 82 blocks of 16
+    blocks = int(0.9 * (141 * GIB - GIB / 2 - 2 * 1_235_814_400) / (64 * token))
+    assert plan.memory.cache_tokens == 64 * blocks
+    assert plan.memory.largest_batch == blocks // 21 == 3032  # 1,300 tokens are 21 blocks of 64
     step = 2 * (16 * layer + head) / BANDWIDTH + (1000 + 150) * token / BANDWIDTH
     assert plan.planned.step_s == pytest.approx(step, rel=1e-12)
     pairs = 1000 * 1001 / 2

@@ -184,9 +184,9 @@ def importance_command(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Show which keys of the recipe matter to a result, over the runs of a sweep.
+    """Show which keys of the recipe matter to a result.
 
-    The share is that of the variance between runs which a key's values explain, one key at a time.
+    The share is that of the variance between the runs of a sweep which a key's values explain, one key at a time.
     """
     show_importance(runs_root(runs), names or (), where, by, json)
 
@@ -204,7 +204,10 @@ def pareto_command(
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """List the runs of a sweep that no other run beats in all of some results."""
+    """List the runs that no other beats in all results.
+
+    Of a sweep, or of any runs that are named.
+    """
     show_pareto(runs_root(runs), names or (), where, by, plot, json)
 
 

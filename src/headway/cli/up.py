@@ -107,7 +107,8 @@ def _serve(
     from headway.cluster.service.single import only_service, publish_address
     from headway.cluster.service.store import ServiceStore
     from headway.cluster.service.tables import open_database, sqlite_url
-    from headway.dashboard.server import listen, serve
+    from headway.dashboard.server import serve
+    from headway.http_server import listen
 
     host, port = address
     with only_service(folder):

@@ -65,12 +65,12 @@ def compare(request: FrechetRequest) -> Iterator[dict[str, Any]]:
             generated.append(network.features(to_pixels(samples).cpu().flatten(0, 1)))
         done += len(numbers)
         yield {"samples": done, "of": request.samples}
-    ours, theirs = (torch.cat(parts).numpy() for parts in (generated, real))
+    generated_NF, real_NF = (torch.cat(parts).numpy() for parts in (generated, real))
     yield {
-        "frechet": frechet_distance(moments(ours), moments(theirs)),
-        "halves": distance_of_halves(theirs, done),
+        "frechet": frechet_distance(moments(generated_NF), moments(real_NF)),
+        "halves": distance_of_halves(real_NF, done),
         "samples": done,
-        "images": len(ours),
+        "images": len(generated_NF),
         "data": corpus.version,
     }
 
