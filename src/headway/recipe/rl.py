@@ -112,6 +112,6 @@ class Rl(Section):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        unused = () if self.environment is not None else ("environment_args", "turns")
+        unused: tuple[str, ...] = () if self.environment is not None else ("environment_args", "turns")
         unused += () if self.generators else ("generators",)
         return {key: value for key, value in handler(self).items() if key not in unused}
