@@ -43,7 +43,7 @@ class FusedDecoder:
         device = decoder.output_weight.device
         tables = decoder.context.tables(torch.arange(max_length, device=device), False)  # type: ignore[operator]
         self._table_2LR: Tensor = tables[0].contiguous()
-        self._programmatic = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+        self._programmatic = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= dispatch.LATEST
 
     @torch.inference_mode()
     def hidden(self, tokens_T: Tensor, cache: PassCache) -> Tensor:
@@ -147,7 +147,12 @@ def _qkv(attention: Attention) -> tuple[tuple[Tensor, ...], tuple[Tensor | None,
 
 
 def takes_fused(module: nn.Module, device: torch.device) -> bool:
-    """Whether the fused kernels run a model: plain Llama-like blocks in half precision on a GPU."""
+    """Whether the fused kernels run a model: plain Llama-like blocks in half precision on a GPU since Hopper.
+
+    Tiles are cut for the shared memory of those.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < dispatch.LATEST:
+        return False
     if device.type not in dispatch.devices or type(module) is not LlamaDecoder or module.softcap is not None:
         return False
     model = module.model
