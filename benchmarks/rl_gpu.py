@@ -229,7 +229,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 class NoSaves:
-    """Stands for the channel to an agent: nothing is saved, and nobody asks for anything. It clocks steps."""
+    """Stands for the channel to an agent: nothing is saved or requested. It clocks steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

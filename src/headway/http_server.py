@@ -1,6 +1,7 @@
-"""What `headway ui` and `headway serve` share: a socket, a key from a file, and a server that ends in order."""
+"""What `headway ui`, `serve` and `up` share: a socket, names in Host headers, a key, a server that ends in order."""
 
 import contextlib
+import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -67,3 +68,21 @@ class Server(uvicorn.Server):
         self.force_exit = self.should_exit
         self.should_exit = True
         self._ending()
+
+
+def own_names(host: str) -> set[str]:
+    """Return the names that a Host header may have, beside addresses."""
+    return {"localhost", host.lower(), socket.gethostname().lower()}
+
+
+def is_own_name(header: str, names: set[str]) -> bool:
+    """Whether a Host header is one of these names, or an address: to rebind a name, an attacker needs a name."""
+    host = header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() else header
+    host = host.lower()
+    if host in names:
+        return True
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True

@@ -7,7 +7,8 @@ import pytest
 from starlette.testclient import TestClient
 from written_runs import TOKEN, falling, write_run
 
-from headway.dashboard.guard import cookie_of, is_own_name, own_names
+from headway.dashboard.guard import cookie_of
+from headway.http_server import is_own_name, own_names
 from headway.track import RunFolder
 from headway.track.store import read_labels
 

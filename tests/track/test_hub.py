@@ -102,7 +102,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def model_files() -> dict[str, bytes]:
-    """A tiny Llama's folder, with a pickle and code beside it that nobody may fetch."""
+    """A tiny Llama's folder, with a pickle and code beside it that must not be fetched."""
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2,
               "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 64,
               "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu"}  # fmt: skip

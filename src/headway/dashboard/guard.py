@@ -11,9 +11,7 @@
 import hashlib
 import hmac
 import html
-import ipaddress
 import secrets
-import socket
 from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
@@ -21,6 +19,8 @@ from urllib.parse import parse_qs
 from starlette.datastructures import MutableHeaders
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headway.http_server import is_own_name, own_names
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self'; "
@@ -140,24 +140,6 @@ def cookie_of(token: str) -> tuple[str, str]:
     """
     digest = hmac.new(token.encode(), b"headway ui cookie", hashlib.sha256).hexdigest()
     return f"headway-ui-{digest[:8]}", digest[8:]
-
-
-def own_names(host: str) -> set[str]:
-    """Return the names that a Host header may have, beside addresses."""
-    return {"localhost", host.lower(), socket.gethostname().lower()}
-
-
-def is_own_name(header: str, names: set[str]) -> bool:
-    """Whether a Host header is one of these names, or an address: to rebind a name, an attacker needs a name."""
-    host = header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() else header
-    host = host.lower()
-    if host in names:
-        return True
-    try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True
 
 
 def _refused_change(headers: Mapping[str, str]) -> Response | None:

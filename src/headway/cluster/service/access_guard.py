@@ -5,12 +5,12 @@
 - A request may not be larger than MOST_BYTES.
 """
 
-import ipaddress
 import secrets
-import socket
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headway.http_server import is_own_name, own_names
 
 MOST_BYTES = 16 * 2**20
 OPEN = "/health"
@@ -23,7 +23,7 @@ class TokenGuard:
 
     def __init__(self, app: ASGIApp, user_token: str, node_token: str, host: str = "127.0.0.1") -> None:
         self._app, self._user_token, self._node_token = app, user_token, node_token
-        self._names = {"localhost", host.lower(), socket.gethostname().lower()}
+        self._names = own_names(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""
@@ -48,7 +48,7 @@ class TokenGuard:
         await self._app(scope, receive_limited, send)
 
     def _refusal(self, path: str, headers: dict[str, str]) -> Response | None:
-        if not _is_own_name(headers.get("host", ""), self._names):
+        if not is_own_name(headers.get("host", ""), self._names):
             return _error(403, "this server does not answer to that Host")
         if path == OPEN:
             return None
@@ -60,19 +60,6 @@ class TokenGuard:
         if scheme.lower() != "bearer" or not secrets.compare_digest(key.strip().encode(), token.encode()):
             return _error(401, "wrong or missing token")
         return None
-
-
-def _is_own_name(header: str, names: set[str]) -> bool:
-    """Whether a Host header is one of these names, or an address: to rebind a name, an attacker needs a name."""
-    host = header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() else header
-    host = host.lower()
-    if host in names:
-        return True
-    try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True
 
 
 def _error(status: int, message: str) -> JSONResponse:

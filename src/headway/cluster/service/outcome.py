@@ -18,7 +18,7 @@ class RankResult:
     """How the command of one node ended."""
 
     status: int | None = None
-    """Exit status; None if nobody recorded one."""
+    """Exit status; None if none was recorded."""
     signalled_after_s: float | None = None
     """Seconds from its start to the first SIGUSR1."""
     at_limit: bool = False
