@@ -38,7 +38,7 @@ from headway.kernels.rope import rope_one
 from headway.kernels.rotary_store import HeadShape, rotate_and_store
 from headway.kernels.sampling import draw, label_logprobs
 from headway.models import Decoder, empty_decoder
-from headway.models.exact import make_exact, proven
+from headway.models.exact import make_exact
 from headway.models.rotary import rotary_table
 from headway.recipe.families import class_of
 
@@ -65,8 +65,6 @@ QWEN3_06B = {
 }  # fmt: skip
 VOCABULARY = 31900
 STARTED = time.monotonic()
-
-proven.add("cuda")  # that is what is tried here
 
 
 def main() -> None:
@@ -195,7 +193,7 @@ def rotations() -> Iterator[Row]:
                 torch.zeros(2, 40, 16, keys, size, device=CUDA, dtype=BF16),
                 torch.randperm(640, device=CUDA)[:tokens],
             )
-            got = rotate_and_store(
+            got, _, _ = rotate_and_store(
                 q, k, v, shape, table, positions, slots, pages[0], pages[1], weights if normed else None, 1e-5
             )
             wanted = []
@@ -244,7 +242,7 @@ def attentions_of(size: int, heads: int, key_heads: int, window: int | None) -> 
     )
     q, k, v = (noise(tokens, n, size, seed=i) for i, n in enumerate((heads, key_heads, key_heads)))
     numbers = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    queries, device = exact_tiling(heads // key_heads, size).queries, torch.device(CUDA, 0)
+    queries, device = exact_tiling(heads // key_heads).queries, torch.device(CUDA, 0)
     plan, _ = exact_attention.plan_documents(numbers[None], 1, tokens, queries, device)
     whole, sums = causal_attention(q, k, v, plan.starts_S1, plan.programs, size**-0.5, window)
     starts = plan.starts_S1.tolist()
@@ -269,7 +267,7 @@ def attentions_of(size: int, heads: int, key_heads: int, window: int | None) -> 
     yield compared(f"{label}: chunks", *paged([min(n, 1 + 37 * i) for i, n in enumerate(LENGTHS)], LENGTHS))
     yield compared(f"{label}: small chunks", *paged([min(n, 5) for n in LENGTHS], LENGTHS))
     yield compared(f"{label}: whole prompts", *paged(LENGTHS, LENGTHS))
-    own = exact_tiling(heads // key_heads, size)
+    own = exact_tiling(heads // key_heads)
     other, _ = causal_attention(q, k, v, plan.starts_S1, plan.programs, size**-0.5, window, own._replace(keys=32))
     yield compared(f"{label}: control with tiles of 32 keys differs", other, whole, differs=True)
     if window is None:
@@ -580,7 +578,7 @@ def parts_of_cost() -> Iterator[Row]:
         if name.startswith(("16384", "1024 x 1024 x 151936")):
             yield Row(f"cuBLAS {name}", "agrees" if agrees else "differs: sequential kernel", True)
     q, k, v = (noise(8, 2048, n, 128, seed=n).requires_grad_() for n in (16, 8, 8))
-    plan, _ = exact_attention.plan_documents(None, 8, 2048, exact_tiling(2, 128).queries, torch.device(CUDA, 0))
+    plan, _ = exact_attention.plan_documents(None, 8, 2048, exact_tiling(2).queries, torch.device(CUDA, 0))
     from headway.models.attention import attend_all
 
     def exact() -> Tensor:

@@ -1,15 +1,21 @@
 """The engine on one GPU: does it generate what a pass without a cache does, and how fast?
 
-    python benchmarks/inference_gpu.py [OUT.json]
+    python benchmarks/inference_gpu.py [OUT.json] [--only starts small large prefill kernel families]
 
 Random weights: speed does not depend on their values. The workload of 256 sequences is nano-vllm's, as in the figures
 for vLLM beside it (benchmarks/results/inference_h200.md).
 """
 
+import argparse
+import gc
 import json
+import os
 import random
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def load(config: dict[str, Any], dtype: torch.dtype, std: float = 0.02) -> LoadedModel:
+def load(config: dict[str, Any], dtype: torch.dtype, std: float = 0.02, context: int = 4096) -> LoadedModel:
     model: Model = model_from_config(config)
     decoder: Decoder = empty_decoder(model, CUDA).to(dtype).eval()
     torch.manual_seed(0)
@@ -70,7 +76,7 @@ def load(config: dict[str, Any], dtype: torch.dtype, std: float = 0.02) -> Loade
                 parameter.zero_()
             else:
                 parameter.fill_(1)
-    return LoadedModel("random", decoder, CUDA, model.vocabulary, 4096)
+    return LoadedModel("random", decoder, CUDA, model.vocabulary, context)
 
 
 def equal_to_whole_passes(name: str, dtype: torch.dtype, graphs: bool) -> dict[str, Any]:
@@ -134,10 +140,12 @@ def _pages(spans: list[tuple[int, int]], heads: tuple[int, int], size: int, dtyp
     return torch.randn(starts[-1], heads[0], size, device=CUDA).to(dtype), keys, values, batch
 
 
-def engine(config: dict[str, Any], **options: Any) -> LLM:
+def engine(config: dict[str, Any], context: int = 4096, **options: Any) -> LLM:
     """An engine with its kernels compiled."""
+    gc.collect()
+    torch.cuda.empty_cache()
     chosen = EngineOptions(**{"memory_share": 0.8, "max_batch_tokens": 8192, **options})
-    llm = LLM(load(config, torch.bfloat16), options=chosen)
+    llm = LLM(load(config, torch.bfloat16, context=context), options=chosen)
     few = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=8)
     llm.generate([[7] * length for length in (128, 600, 1200)], few)
     llm.generate([[5] * 300] * min(chosen.max_sequences, 8), few)
@@ -160,7 +168,7 @@ def throughput(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> dict[s
 def prefill(config: dict[str, Any], sequences: int, length: int) -> dict[str, Any]:
     """TFLOP/s of whole prompts in one pass, the head's included for the last tokens only."""
     options = {"max_batch_tokens": sequences * length, "max_sequences": sequences, "shares_prefixes": False}
-    llm = engine(config, graphs=False, **options)
+    llm = engine(config, 2 * length, graphs=False, **options)
     prompts = [[draw % 1000] * length for draw in range(sequences)]
     seconds = min(throughput(llm, prompts, [1] * sequences)["seconds"])
     decoder = llm.model.module
@@ -177,36 +185,76 @@ def random_prompts(count: int, shortest: int, longest: int) -> tuple[list[list[i
     return prompts, [draw.randint(shortest, longest) for _ in range(count)]
 
 
-def main() -> None:
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+SINGLE = random_prompts(1, 128, 128)[0]
+Rows = Iterator[tuple[str, Any]]
 
-    def note(name: str, value: Any) -> None:
-        results[name] = value
-        print(name, value, flush=True)
-        if target is not None:
-            target.write_text(json.dumps(results, indent=1))
 
-    single = random_prompts(1, 128, 128)[0]
-    llm = engine(LLAMA, max_sequences=8)
-    note("from the start of the process to an engine of the 1B shape, s", round(time.time() - STARTED, 1))
-    note("Llama 1B shape, batch 1", throughput(llm, single, [512]))
+def starts() -> Rows:
+    """A process's start to its first tokens, with empty caches of compiled kernels and with those of the first."""
+    with tempfile.TemporaryDirectory() as cache:
+        places = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+        for caches in ("cold", "warm"):
+            command = [sys.executable, __file__, "--only", "start"]
+            started = time.perf_counter()
+            child = subprocess.run(command, env=os.environ | places, stdout=subprocess.PIPE, text=True, check=True)
+            yield (
+                f"Llama 1B shape, start to first tokens, {caches}",
+                {"engine_s": json.loads(child.stdout), "process_s": round(time.perf_counter() - started, 1)},
+            )
+
+
+def start() -> Rows:
+    """What the process of one start does and prints."""
+    engine(LLAMA, max_sequences=8)
+    print(round(time.time() - STARTED, 1))
+    yield from ()
+
+
+def small() -> Rows:
+    yield "Llama 1B shape, batch 1", throughput(engine(LLAMA, max_sequences=8), SINGLE, [512])
     llm = engine(QWEN3)
-    note("Qwen3-0.6B shape, batch 1", throughput(llm, single, [512]))
-    note("Qwen3-0.6B shape, 256 sequences", throughput(llm, *random_prompts(256, 100, 1024)))
-    del llm
-    torch.cuda.empty_cache()
+    yield "Qwen3-0.6B shape, batch 1", throughput(llm, SINGLE, [512])
+    yield "Qwen3-0.6B shape, 256 sequences", throughput(llm, *random_prompts(256, 100, 1024))
+
+
+def large() -> Rows:
     llm = engine(LLAMA_8B, max_sequences=128)
-    note("Llama 8B shape, batch 1", throughput(llm, single, [256]))
-    note("8B, 128 sequences, 1,000 in, 300 out", throughput(llm, random_prompts(128, 1000, 1000)[0], [300] * 128))
-    del llm
-    torch.cuda.empty_cache()
-    note("prefill of 8B, 8 x 4,096", prefill(LLAMA_8B, 8, 4096))
-    note("kernel, largest difference", kernel_against_reference())
+    yield "Llama 8B shape, batch 1", throughput(llm, SINGLE, [256])
+    yield "8B, 128 sequences, 1,000 in, 300 out", throughput(llm, random_prompts(128, 1000, 1000)[0], [300] * 128)
+
+
+def prefills() -> Rows:
+    yield "prefill of 8B, 8 x 4,096", prefill(LLAMA_8B, 8, 4096)
+
+
+def kernels() -> Rows:
+    yield "kernel, largest difference", kernel_against_reference()
+
+
+def families() -> Rows:
     for name in FAMILIES:
         for dtype, graphs in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)):
             kind = f"{str(dtype).removeprefix('torch.')}, {'graphs' if graphs else 'eager'}"
-            note(f"{name} against whole passes, {kind}", equal_to_whole_passes(name, dtype, graphs))
+            yield f"{name} against whole passes, {kind}", equal_to_whole_passes(name, dtype, graphs)
+
+
+PARTS: dict[str, Callable[[], Rows]] = {
+    "starts": starts, "small": small, "large": large, "prefill": prefills, "kernel": kernels, "families": families,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, "start"], default=list(PARTS))
+    asked = parser.parse_args()
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for part in asked.only:
+        for name, value in (PARTS | {"start": start})[part]():
+            results[name] = value
+            print(f"{time.time() - STARTED:6.1f} {name}", value, flush=True)
+            if asked.out is not None:
+                asked.out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from headway.kernels.rms_norm import rms_norm
 from headway.kernels.rotary_store import HeadShape, rotate_and_store
 from headway.kernels.sampling import draw, label_logprobs
 from headway.kernels.sequential_linear import LinearTiling
-from headway.models import empty_decoder, exact
+from headway.models import empty_decoder
 from headway.models.attention import attend_all, see
 from headway.models.exact import make_exact
 from headway.models.loss import token_logprobs
@@ -76,7 +76,7 @@ def documents(lengths: list[int]) -> Tensor:
 def test_pages_have_the_bits_of_whole_documents(window: int | None) -> None:
     spans = [(37, 70), (1, 1), (1, 64), (5, 40)]
     q, keys, values, batch, whole = draw_pages(spans, (4, 2), 64, 16, torch.float16)
-    plan, _ = exact_attention.plan_documents(documents(LENGTHS), 1, sum(LENGTHS), exact_tiling(2, 64).queries, CPU)
+    plan, _ = exact_attention.plan_documents(documents(LENGTHS), 1, sum(LENGTHS), exact_tiling(2).queries, CPU)
     k, v = (torch.cat([pair[i] for pair in whole]) for i in (0, 1))
     starts = plan.starts_S1.tolist()
     all_q = noise(sum(LENGTHS), 4, 64, seed=9, dtype=torch.float16)
@@ -92,7 +92,7 @@ def test_pages_have_the_bits_of_whole_documents(window: int | None) -> None:
 
 def test_attention_of_documents_and_its_gradients_are_those_of_pytorch() -> None:
     numbers = documents([30, 50])
-    plan, positions = exact_attention.plan_documents(numbers, 1, 80, exact_tiling(2, 64).queries, CPU)
+    plan, positions = exact_attention.plan_documents(numbers, 1, 80, exact_tiling(2).queries, CPU)
     assert positions.tolist() == [[*range(30), *range(50)]]
     assert plan.longest == 50
     q, k, v = (noise(1, 80, heads, 64, seed=heads).requires_grad_() for heads in (4, 2, 2))
@@ -168,10 +168,7 @@ def decoder_of(**values: object):
     return empty_decoder(class_of(sizes)(**sizes), "meta")
 
 
-def test_a_gpu_takes_bfloat16_and_a_trainers_float32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match="not proven on cuda yet"):
-        make_exact(decoder_of().to(torch.bfloat16), torch.device("cuda"))
-    monkeypatch.setattr(exact, "proven", {"cuda"})
+def test_a_gpu_takes_bfloat16_and_a_trainers_float32_weights() -> None:
     gpu = torch.device("cuda")
     make_exact(decoder_of().to(torch.bfloat16), gpu)
     trainer = decoder_of()
@@ -188,10 +185,7 @@ def test_a_gpu_takes_bfloat16_and_a_trainers_float32_weights(monkeypatch: pytest
         ({"hidden": 72}, "inputs are a multiple of 16, and one is 64 x 72"),
     ],
 )
-def test_sizes_that_kernels_do_not_take_are_refused(
-    values: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exact, "proven", {"cuda"})
+def test_sizes_that_kernels_do_not_take_are_refused(values: dict[str, int], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         make_exact(decoder_of(**values), torch.device("cuda"), torch.bfloat16)
 

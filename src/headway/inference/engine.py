@@ -286,13 +286,19 @@ class InferenceEngine:
             return 0
         sequences = [chunk.sequence for chunk in batch.chunks]
         # No sequence runs past its end; where others wait for its place, that would delay them.
-        steps = min(most, *(sequence.max_length - sequence.length for sequence in sequences))
+        steps = min(most, *(self._left(sequence) for sequence in sequences))
         while steps > 1 and self._more_blocks(sequences, steps) > self.pool.free:
             steps -= 1
         for sequence in sequences:
             sequence.computed += steps - 1
             sequence.blocks += self.pool.allocate(self.pool.blocks_for(sequence.computed) - len(sequence.blocks))
         return steps
+
+    def _left(self, sequence: Sequence) -> int:
+        """Return how many tokens more a sequence can have before it ends, or starts over with other frequencies."""
+        switch = self.model.switch_length
+        most = sequence.max_length if switch is None or sequence.long else min(sequence.max_length, switch + 1)
+        return most - sequence.length
 
     def _more_blocks(self, sequences: list[Sequence], steps: int) -> int:
         """Return the blocks that sequences need for so many passes besides those that they have."""

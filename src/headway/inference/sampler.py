@@ -179,6 +179,8 @@ class Sampler:
         # The best logit is subtracted first, so that a tiny temperature cannot overflow.
         shifted_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
         probs_RV = (shifted_RV / temperatures_R1).softmax(dim=-1)
+        if self._as_trained(logits_RV):  # sums over a row depend on the number of rows in their last bits
+            probs_RV = probs_RV.double()
         numbers_R1 = uniform([s.seed for s in rows], [s.generated for s in rows], device).unsqueeze(1)
         kept_R = probs_RV.new_ones(len(rows))
         if any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in params):

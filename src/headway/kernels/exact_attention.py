@@ -1,8 +1,9 @@
 """Attention of exact mode on GPUs, in training: the kernel that inference has, over whole documents.
 
 `paged_attention.causal_attention` goes through the keys of a document in tiles cut at absolute positions, as the pages
-of a sequence are gone through, so a token has the same bits in both. The backward pass is flash attention's, given the
-output and the log-sum-exps of this forward pass; without a GPU, that of PyTorch's attention.
+of a sequence are gone through, so a token has the same bits in both. The backward pass is cuDNN's for whole rows and
+flash attention's for documents or a window, given the output and the log-sum-exps of this forward pass; without a GPU,
+that of PyTorch's attention.
 """
 
 from collections.abc import Callable
@@ -30,6 +31,8 @@ class DocumentPlan:
     """Tokens of the longest document."""
     programs: tuple[Tensor, Tensor]
     """The document and the first query of each program, int32."""
+    rows: int | None
+    """Documents, if all are whole rows of the batch."""
 
 
 def plan_documents(
@@ -59,7 +62,8 @@ def _planned(
     order = np.argsort(-first_P, kind="stable")  # those with the most keys first
     programs = uploaded(np.stack((document_P[order], first_P[order])).astype(np.int32), device)
     ends = np.append(starts, rows * length).astype(np.int32)
-    plan = DocumentPlan(uploaded(ends, device), int(lengths.max()), (programs[0], programs[1]))
+    whole = rows if documents_BL is None else None
+    plan = DocumentPlan(uploaded(ends, device), int(lengths.max()), (programs[0], programs[1]), whole)
     return plan, uploaded(positions_T, device).view(rows, length)
 
 
@@ -105,6 +109,8 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BLNH: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, y_TNH, sums_NT = ctx.saved_tensors
+        if dy_BLNH.is_cuda and ctx.plan.rows is not None and ctx.window is None:
+            return (*cudnn_backward(dy_BLNH, *inputs, y_TNH, sums_NT, ctx.scale), None, None, None, None)
         if dy_BLNH.is_cuda:
             flat = [x.flatten(0, 1) for x in inputs]
             gradients = flash_backward(
@@ -115,6 +121,26 @@ class _Attention(torch.autograd.Function):
         with torch.enable_grad():
             y_BLNH = ctx.plain(*inputs)
         return (*torch.autograd.grad(y_BLNH, inputs, dy_BLNH), None, None, None, None)
+
+
+def cudnn_backward(
+    dy_BLNH: Tensor,
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    y_TNH: Tensor,
+    sums_NT: Tensor,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and values of whole rows, by cuDNN's causal backward pass."""
+    rows, length = q_BLNH.shape[:2]
+    unused = torch.empty(0, dtype=torch.int64, device=q_BLNH.device)  # the state of dropout
+    heads_first = [x.transpose(1, 2) for x in (dy_BLNH, q_BLNH, k_BLKH, v_BLKH, y_TNH.view(q_BLNH.shape))]
+    sums_BNL1 = sums_NT.unflatten(1, (rows, length)).transpose(0, 1).contiguous().unsqueeze(3)
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *heads_first, sums_BNL1, unused, unused, None, None, None, length, length, 0.0, True, scale=scale
+    )
+    return tuple(x.transpose(1, 2) for x in gradients)
 
 
 def flash_backward(

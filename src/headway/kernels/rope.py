@@ -123,6 +123,16 @@ def _store(out_ptr, value, head, size, heads_end, SIZE: tl.constexpr, FIRST: tl.
 
 
 @triton.jit
+def turned(low, high, cos, sin):
+    """Rotate pairs [N, R] by the angle of a row [1, R].
+
+    The second product of each sum is the fused one, said here: left to the compiler, bits would differ by kernel.
+    """
+    cos, sin = tl.zeros_like(low) + cos, tl.zeros_like(low) + sin
+    return tl.fma(-high, sin, low * cos), tl.fma(low, sin, high * cos)
+
+
+@triton.jit
 def _turn_kernel(
     q_ptr,
     k_ptr,
@@ -171,12 +181,14 @@ def _turn_kernel(
         sin = -sin
 
     q_out_ptr += token * (QUERIES * SIZE)
-    _store(q_out_ptr, q_low * cos - q_high * sin, q_head, pair, q_end, SIZE, 0, PAIRS)
-    _store(q_out_ptr, q_high * cos + q_low * sin, q_head, pair, q_end, SIZE, PAIRS, PAIRS)
+    q_low, q_high = turned(q_low, q_high, cos, sin)
+    _store(q_out_ptr, q_low, q_head, pair, q_end, SIZE, 0, PAIRS)
+    _store(q_out_ptr, q_high, q_head, pair, q_end, SIZE, PAIRS, PAIRS)
     if KEYS > 0:
         k_out_ptr += token * (KEYS * SIZE)
-        _store(k_out_ptr, k_low * cos - k_high * sin, k_head, pair, k_end, SIZE, 0, PAIRS)
-        _store(k_out_ptr, k_high * cos + k_low * sin, k_head, pair, k_end, SIZE, PAIRS, PAIRS)
+        k_low, k_high = turned(k_low, k_high, cos, sin)
+        _store(k_out_ptr, k_low, k_head, pair, k_end, SIZE, 0, PAIRS)
+        _store(k_out_ptr, k_high, k_head, pair, k_end, SIZE, PAIRS, PAIRS)
 
     if SIZE > 2 * PAIRS:
         rest = tl.arange(0, REST_BLOCK)

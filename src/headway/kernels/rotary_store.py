@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.rms_norm import forward_cut
+from headway.kernels.rope import turned
 from headway.kernels.triton_compat import tl, triton
 
 
@@ -35,9 +36,7 @@ def _rotated(x_ptr, at, weight_ptr, rstd, cos, sin, PAIRS: tl.constexpr, NORMED:
         low = (low * rstd[:, None] * low_weight).to(dtype).to(tl.float32)
         high = (high * rstd[:, None] * high_weight).to(dtype).to(tl.float32)
     if ROTATES:
-        turned_low = low * cos - high * sin
-        turned_high = high * cos + low * sin
-        low, high = turned_low, turned_high
+        low, high = turned(low, high, cos, sin)
     return low, high
 
 

@@ -65,7 +65,7 @@ class ContextBuilder(nn.Module):
     def _exact(self, like_BL: Tensor, documents_BL: Tensor | None) -> BlockContext:
         """Build the context of exact mode's Triton kernels."""
         (rows, length), device, model = like_BL.shape, like_BL.device, self.model
-        queries = exact_tiling(model.heads // model.kv_heads, model.head_dim).queries
+        queries = exact_tiling(model.heads // model.kv_heads).queries
         plan, positions_BL = exact_attention.plan_documents(documents_BL, rows, length, queries, device)
         masks = {} if device.type == "cuda" else see(length, windows_of(model), documents_BL, device, "masked")
         bits = tuple(x.unflatten(1, positions_BL.shape) for x in self._bits(positions_BL.flatten(), False))

@@ -39,8 +39,6 @@ from headway.recipe.rope import RotaryModel
 
 HEADS = (64, 128)
 """Sizes of heads that exact mode takes on GPUs."""
-proven = {"cpu"}
-"""Kinds of devices on which engine and trainer were seen to be equal; `benchmarks/exact_gpu.py` adds GPUs to try."""
 EXACT_DECODERS = (LlamaDecoder, MixtralDecoder, OLMo2Decoder, Qwen3MoeDecoder)
 exact_swiglu = partial(gated, batch_invariant.silu)
 
@@ -89,12 +87,6 @@ def _checked(model: nn.Module, device: torch.device, products: torch.dtype | Non
                 f"exact mode does not support {type(module).__name__}, and {name} is one",
                 hint="leave lora.quantize and adapters of requests out",
             )
-    if device.type not in proven:
-        raise ModelError(
-            f"exact mode is not proven on {device.type} yet: passes of the engine differed from the trainer's in their "
-            "last bits",
-            hint="train in float32 on a CPU, or leave inference.exact out",
-        )
     if table.exact_triton(device):
         _check_triton(model, device)
     else:
