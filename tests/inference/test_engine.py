@@ -8,14 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from headway.cli.plan_serving import SEQUENCES
 from headway.data.tokenizer import train_tokenizer
 from headway.errors import ModelError, RequestError
 from headway.hardware import known_chip
-from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams, TextEngine, load, text_engine
+from headway.inference import (
+    LLM,
+    EngineOptions,
+    LoadedModel,
+    SamplingParams,
+    TextEngine,
+    decode_graphs,
+    load,
+    text_engine,
+)
 from headway.inference.kv_cache import bytes_per_token
+from headway.kernels import exact_products, paged_attention, sequential_linear
 from headway.models import Decoder, empty_decoder, init_weights
-from headway.plan import serving
+from headway.plan import serving, serving_latency
 from headway.plan.architecture import Architecture, cache_widths
 from headway.recipe import Model
 
@@ -222,7 +231,11 @@ def test_a_plan_makes_the_cache_as_large_as_the_engine(monkeypatch: pytest.Monke
     assert memory.token_bytes == bytes_per_token(arch.layers, cache_widths(arch), torch.bfloat16)
     assert serving.CPU_SHARE == text_engine.CPU_SHARE
     assert EngineOptions().max_batch_tokens == serving.PASS_TOKENS
-    assert EngineOptions().max_sequences == SEQUENCES
+    assert EngineOptions().max_sequences == serving.SEQUENCES
+    assert serving_latency.MOST_STEPS == decode_graphs.MOST_STEPS
+    assert serving_latency.FUSED_ROWS == sequential_linear.MOST_ROWS
+    assert serving_latency.FRESH_TOKENS == paged_attention.FRESH_TOKENS
+    assert serving_latency.LIBRARY_ROWS == exact_products.WHOLE
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

@@ -69,8 +69,8 @@ PRECISIONS = {
     "fp8": "fp8", "float8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4",
 }  # fmt: skip
 """Values of --precision, and the planner's names of them."""
-MOST_TOKENS = 10**8
-"""Longest plausible sequence."""
+MOST_REQUESTS = 100_000
+"""Of a planned workload: as many take some seconds to plan."""
 VOCABULARY = 4096
 """Of a dataset that is not built yet: the default of `headway data build`."""
 VOCABULARY_MULTIPLE = 64
@@ -99,7 +99,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="limit|default|measured",
-            help="What the cost model uses (default: the best available; limit with --serve).",
+            help="What the cost model uses (default: the best available; default with --serve).",
         ),
     ] = None,
     ceilings: Annotated[
@@ -138,12 +138,16 @@ def plan(
         bool, typer.Option("--serve", help="Plan inference: memory, largest batch, TTFT, tokens/s and cost.")
     ] = False,
     prompt: Annotated[
-        int | None,
-        typer.Option(metavar="TOKENS", min=1, max=MOST_TOKENS, help="With --serve: length of prompts (default: 1000)."),
+        str | None,
+        typer.Option(metavar="TOKENS", help="With --serve: length of prompts, or A:B (default: 1000)."),
     ] = None,
     output: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS", help="With --serve: tokens generated, or A:B (default: 300)."),
+    ] = None,
+    requests: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", min=1, max=MOST_TOKENS, help="With --serve: tokens generated (default: 300)."),
+        typer.Option(metavar="N", min=1, max=MOST_REQUESTS, help="With --serve: so many requests, all at once."),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -153,11 +157,16 @@ def plan(
         int | None,
         typer.Option(metavar="N", min=1, help="With --serve: sequences at a time (default: as many as fit)."),
     ] = None,
+    max_batch_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=2, help="With --serve: tokens of a pass (default: 2048)."),
+    ] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="With --serve: the engine's exact mode.")] = False,
     json: Json = False,
 ) -> None:
     """Find the fastest way to run a recipe on a cluster: mesh, speed, memory, time and cost.
 
-    With --serve: what a model needs and reaches when it is served, as bounds by roofline.
+    With --serve: what a model needs and reaches when it is served: predicted, or bounds by roofline.
 
     Keys of --json: recipe, model, seq, batch, cluster, fidelity, parameters_used, best, plans, runnable, run, search;
     with --explain also explain. A plan has mesh, microbatch, zero, recompute, recompute_blocks, keeps_weights,
@@ -165,7 +174,10 @@ def plan(
     runnable. --sweep gives points, --against rows and tables. --serve gives name, model, cluster, fidelity, dtype,
     prompt, output, memory, largest_batch, compute_bound_batch, ttft_s, batch, step_s, prefill_s, prefill_share,
     time_per_token_s, tokens_s, tokens_s_per_device, requests_s, price_per_device_hour, cost_per_million_tokens,
-    batches and rooflines.
+    batches, rooflines, exact and start_s; with --requests name, model, cluster, fidelity, dtype, exact, requests,
+    memory, max_sequences, max_batch_tokens, prompt_tokens, output_tokens, seconds, prefill_s, decode_s, host_s,
+    prefill_passes, decode_passes, mean_batch, prefill_flops_s, tokens_s, requests_s, ttft_s, start_s,
+    price_per_device_hour, cost and cost_per_million_tokens.
     """
     if serve:
         training = {
@@ -176,10 +188,15 @@ def plan(
         excluded = next((option for option, value in training.items() if value not in (None, False)), None)
         if excluded is not None:
             raise UsageError(f"--serve excludes {excluded}", hint=f"leave out {excluded}, or plan training")
-        options = ServingOptions(prompt, output, dtype, concurrency, _checked_price(price), fidelity)
+        options = ServingOptions(
+            prompt, output, requests, dtype, concurrency, max_batch_tokens, exact, _checked_price(price), fidelity
+        )
         _serve(recipe, model, settings or [], on, cluster, options, roofline, json)
         return
-    serving = {"--prompt": prompt, "--output": output, "--dtype": dtype, "--concurrency": concurrency}
+    serving = {
+        "--prompt": prompt, "--output": output, "--requests": requests, "--dtype": dtype,
+        "--concurrency": concurrency, "--max-batch-tokens": max_batch_tokens, "--exact": exact or None,
+    }  # fmt: skip
     lonely = next((option for option, value in serving.items() if value is not None), None)
     if lonely is not None:
         raise UsageError(f"{lonely} needs --serve", hint="headway plan MODEL --serve --on h200x1")

@@ -8,6 +8,7 @@ from typing import Any
 
 from headway.cli.plan_view import wrapped
 from headway.cli.serving_view import serving_document, serving_lines
+from headway.cli.serving_workload_view import workload_document, workload_lines
 from headway.cli.text import print_json
 from headway.errors import RunError, UsageError
 from headway.hardware import Cluster
@@ -15,7 +16,10 @@ from headway.plan.architecture import Architecture
 from headway.plan.costs import Fidelity, make_cost_model
 from headway.plan.hf_config import read_architecture
 from headway.plan.roofline import RooflinePoint, draw_roofline, text_roofline
-from headway.plan.serving import DTYPES, ServingLoad, ServingPlan, plan_serving
+from headway.plan.serving import PASS_TOKENS, SEQUENCES, ServingLoad, ServingPlan, plan_serving, plan_workload
+from headway.plan.serving_latency import PassModel
+from headway.plan.serving_passes import DTYPES
+from headway.plan.serving_workload import uniform_requests
 from headway.recipe import Recipe
 from headway.recipe.huggingface import stored_dtype
 from headway.state.hf_sidecars import longest_sequence, original_config
@@ -23,9 +27,11 @@ from headway.track import RunFolder, find_run, read_recipe, runs_root, split_ref
 from headway.track.hub import hub_of
 
 PROMPT, OUTPUT = 1000, 300
-SEQUENCES = 256
-"""Sequences that `headway serve` runs at the same time by default."""
+MOST_TOKENS = 10**8
+"""Longest plausible sequence."""
 FIDELITIES = ("limit", "default")
+Lengths = tuple[int, int]
+"""The shortest and the longest."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,13 @@ def model_of_recipe(
 class ServingOptions:
     """The options of --serve, as typed."""
 
-    prompt: int | None
-    output: int | None
+    prompt: str | None
+    output: str | None
+    requests: int | None
     dtype: str | None
     concurrency: int | None
+    max_batch_tokens: int | None
+    exact: bool
     price: float | None
     fidelity: str | None
 
@@ -103,7 +112,22 @@ def print_serving_plan(
     model: ServedModel, cluster: Cluster, options: ServingOptions, roofline: Path | None, json: bool
 ) -> None:
     """Plan, and print the plan."""
-    planned = _planned(model, cluster, options)
+    prompts, outputs = _lengths(options, model)
+    served = _pass_model(model, cluster, options)
+    if options.requests is not None:
+        _print_workload(model, served, (prompts, outputs), options, roofline, json)
+        return
+    for name, (low, high) in (("prompt", prompts), ("output", outputs)):
+        if low < high:
+            raise UsageError(f"--{name} {low}:{high} needs --requests", hint=f"--requests 256, or --{name} {high}")
+    planned = plan_serving(
+        model.name,
+        served,
+        ServingLoad(prompts[1], outputs[1]),
+        concurrency=options.concurrency,
+        pass_tokens=options.max_batch_tokens or PASS_TOKENS,
+        price=options.price,
+    )
     drawn = _drawn(planned, roofline) if roofline is not None else ""
     if json:
         print_json(serving_document(planned))
@@ -114,40 +138,85 @@ def print_serving_plan(
     print("\n".join([*lines, *_next(planned, model)]))
 
 
-def _planned(model: ServedModel, cluster: Cluster, options: ServingOptions) -> ServingPlan:
+def _print_workload(
+    model: ServedModel,
+    served: PassModel,
+    lengths: tuple[Lengths, Lengths],
+    options: ServingOptions,
+    roofline: Path | None,
+    json: bool,
+) -> None:
+    """Plan requests that all arrive at once, and print the plan."""
+    if roofline is not None:
+        raise UsageError("--requests excludes --roofline", hint="leave out --requests: a roofline is of one batch")
+    if served.costs.cluster.devices > 1:
+        devices = served.costs.cluster.devices
+        hint = f"--on {served.costs.cluster.chip.name}x1, with the requests of one server"
+        raise UsageError(f"--requests plans one device, not {devices:,}", hint=hint)
+    assert options.requests is not None
+    planned = plan_workload(
+        model.name,
+        served,
+        uniform_requests(options.requests, *lengths),
+        concurrency=options.concurrency,
+        pass_tokens=options.max_batch_tokens or PASS_TOKENS,
+        price=options.price,
+    )
+    if json:
+        print_json(workload_document(planned))
+    else:
+        print("\n".join([*workload_lines(planned), *wrapped("next: --json prints all figures", 6)]))
+
+
+def _pass_model(model: ServedModel, cluster: Cluster, options: ServingOptions) -> PassModel:
+    is_cpu = cluster.chip.name == "cpu"
     if options.fidelity is not None and options.fidelity not in FIDELITIES:
         raise UsageError(
             f"--serve cannot be planned with --fidelity {options.fidelity}",
-            hint="choose limit (roofline) or default (modelled kernels): GEMMs of small batches are not measured",
+            hint="choose default (a prediction for Headway's engine) or limit (a bound by roofline)",
         )
+    if is_cpu and options.fidelity == "default":
+        raise UsageError("--fidelity default predicts GPUs only", hint="--fidelity limit is a bound for CPUs, too")
+    fidelity: Fidelity = "limit" if is_cpu or options.fidelity == "limit" else "default"
+    if options.exact and fidelity == "limit":
+        raise UsageError("--exact has no effect on a bound", hint="leave out --exact, or --fidelity limit")
+    if options.exact and model.architecture.latent is not None:
+        raise UsageError(f"--exact: {model.name} has latent attention, which exact mode refuses", hint="leave it out")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UsageError(f"unknown --dtype {options.dtype}", hint=f"choose from {', '.join(DTYPES)}")
-    fidelity: Fidelity = "default" if options.fidelity == "default" else "limit"
-    load = _load(options, model.longest)
-    if model.longest is not None and load.length > model.longest:
-        raise UsageError(
-            f"{load.length:,} tokens are too long: {model.name} takes {model.longest:,}",
-            hint=f"--prompt and --output of {model.longest:,} tokens together",
-        )
-    dtype = options.dtype or ("float32" if cluster.chip.name == "cpu" else model.dtype)  # as `headway serve`
-    return plan_serving(
-        model.name,
-        model.architecture,
-        make_cost_model(cluster, fidelity),
-        load,
-        dtype=dtype,
-        concurrency=options.concurrency,
-        price=options.price,
-    )
+    dtype = options.dtype or ("float32" if is_cpu else model.dtype)  # as `headway serve`
+    return PassModel(model.architecture, make_cost_model(cluster, fidelity), dtype, options.exact)
 
 
-def _load(options: ServingOptions, longest: int | None) -> ServingLoad:
+def _lengths(options: ServingOptions, model: ServedModel) -> tuple[Lengths, Lengths]:
     """Return the lengths to plan for: as typed, else the usual ones, or what a model with a shorter context takes."""
-    prompt, output = options.prompt or PROMPT, options.output or OUTPUT
-    if options.prompt or options.output or longest is None or prompt + output <= longest:
-        return ServingLoad(prompt, output)
+    prompts = _parsed("--prompt", options.prompt) or (PROMPT, PROMPT)
+    outputs = _parsed("--output", options.output) or (OUTPUT, OUTPUT)
+    length, longest = prompts[1] + outputs[1], model.longest
+    if longest is None or length <= longest:
+        return prompts, outputs
+    if options.prompt or options.output:
+        raise UsageError(
+            f"{length:,} tokens are too long: {model.name} takes {longest:,}",
+            hint=f"--prompt and --output of {longest:,} tokens together",
+        )
     prompt = max(1, longest * PROMPT // (PROMPT + OUTPUT))
-    return ServingLoad(prompt, max(1, longest - prompt))
+    output = max(1, longest - prompt)
+    return (prompt, prompt), (output, output)
+
+
+def _parsed(option: str, text: str | None) -> Lengths | None:
+    """Return what `1000` or `100:1024` says; None for nothing."""
+    if text is None:
+        return None
+    low, _, high = text.partition(":")
+    try:
+        lengths = int(low), int(high or low)
+    except ValueError:
+        lengths = 0, 0
+    if not 1 <= lengths[0] <= lengths[1] <= MOST_TOKENS:
+        raise UsageError(f"invalid {option} {text}", hint=f"tokens, or the fewest and the most: {option} 100:1024")
+    return lengths
 
 
 def _drawn(plan: ServingPlan, file: Path) -> str:

@@ -8,16 +8,14 @@ from headway.cli.plan_view import cells_of, cut, label, percent, span, wrapped
 from headway.cli.text import columns, count
 from headway.plan.flops import active_parameters, parameters
 from headway.plan.roofline import HEADS, RooflinePoint, place
-from headway.plan.serving import ServingPlan, ServingPoint
+from headway.plan.serving import ServingMemory, ServingPlan, ServingPoint
+from headway.plan.serving_latency import COLD_START_S, WARM_START_S, PassModel
 
 GIB = 2**30
 LETTERS = {"weights": "w", "cache": "k", "context": "x", "free": "."}
 NAMES = {"cache": "KV cache"}
-BOUNDS = {
-    "limit": "roofline: a bound for each pass; launches, scheduling and sampling are not counted",
-    "default": "modelled kernels; launches from the host, scheduling and sampling are not counted",
-}
-"""What the figures are, by fidelity."""
+CHECKED_CHIP, WORST_ERROR = "h200", 0.102
+"""What the prediction was checked on, and its largest error there: 18 rows (benchmarks/plan/fit_serving.py)."""
 WIDE = 72
 """Columns that the whole roofline table takes; a narrower terminal gets fewer."""
 MEMORY_BOUND = "memory at any batch: every sequence reads its own cache"
@@ -30,7 +28,7 @@ def serving_lines(plan: ServingPlan) -> list[str]:
         "",
         *_batches(plan),
         "",
-        *_memory(plan),
+        *memory_lines(plan.memory),
         "",
         *_rooflines(plan),
         "",
@@ -39,11 +37,19 @@ def serving_lines(plan: ServingPlan) -> list[str]:
 
 
 def _title(plan: ServingPlan) -> str:
-    arch, load, devices = plan.architecture, plan.load, plan.cluster.devices
+    devices = plan.cluster.devices
+    servers = ", a server on each" if devices > 1 else ""
+    work = f"prompts of {plan.load.prompt:,} tokens, {plan.load.output:,} generated"
+    return title(plan.name, plan.model, work) + servers
+
+
+def title(name: str, model: PassModel, work: str) -> str:
+    """Return what is served, how, and on what."""
+    arch, cluster = model.architecture, model.costs.cluster
     active = f" ({count(active_parameters(arch))} active)" if arch.experts is not None else ""
-    work = f"prompts of {load.prompt:,} tokens, {load.output:,} generated"
-    servers = f"{devices:,}~x~{plan.cluster.chip.name.upper()}" + (", a server on each" if devices > 1 else "")
-    return f"{plan.name}  {count(parameters(arch))} parameters{active} in {plan.dtype}, {work}, {servers}"
+    mode = " in exact mode" if model.exact else ""
+    devices = f"{cluster.devices:,}~x~{cluster.chip.name.upper()}"
+    return f"{name}  {count(parameters(arch))} parameters{active} in {model.dtype}{mode}, {work}, {devices}"
 
 
 def _batches(plan: ServingPlan) -> Iterator[str]:
@@ -62,15 +68,15 @@ def _batches(plan: ServingPlan) -> Iterator[str]:
             "per token": span(point.time_per_token_s),
             "tokens/s": f"{point.tokens_s:,.0f}",
             "prefill": percent(point.prefill_share),
-            "$/M": "" if plan.price is None else _dollars(point.cost_per_million(plan.price)),
+            "$/M": "" if plan.price is None else dollars(point.cost_per_million(plan.price)),
         }
         yield f"{mark}{point.batch:>8,}" + cells_of([cells[head] for head in heads], widths)
     note = "step: a decoding pass; per token: with prefill of other prompts in between; tokens/s: generated, per device"
     yield from wrapped(f"  {note}")
 
 
-def _memory(plan: ServingPlan) -> Iterator[str]:
-    memory = plan.memory
+def memory_lines(memory: ServingMemory) -> Iterator[str]:
+    """Yield a bar of what fills a device, and its legend."""
     parts = {name: float(getattr(memory, name)) for name in LETTERS}
     yield f"memory per device: {(memory.capacity - memory.free) / GIB:.1f} of {memory.capacity / GIB:.0f} GB"
     width, before, bar = columns() - 4, 0.0, ""
@@ -131,16 +137,40 @@ def _facts(plan: ServingPlan) -> Iterator[str]:
     )
     requests = planned.tokens_s * devices / load.output
     prompts = f"{requests * load.prompt:,.0f} tokens/s of prompts"
-    yield from label("speed", f"{total}, and {prompts}: {_rate(requests)} requests/s")
+    yield from label("speed", f"{total}, and {prompts}: {rate(requests)} requests/s")
     if plan.price is None:
         yield from label("cost", "--price DOLLARS per device-hour gives the cost per million tokens")
     else:
-        cost = _dollars(planned.cost_per_million(plan.price))
+        cost = dollars(planned.cost_per_million(plan.price))
         yield from label("cost", f"{cost} per million generated tokens at ${plan.price:,.2f} per device-hour")
-    yield from label("accuracy", BOUNDS[plan.costs.fidelity])
+    yield from start_and_accuracy(plan.model)
 
 
-def _dollars(amount: float) -> str:
+def start_and_accuracy(model: PassModel) -> Iterator[str]:
+    """Yield how long a server takes to start, and what the figures are."""
+    if model.costs.ideal:
+        yield from label(
+            "accuracy", "roofline: a bound for each pass; launches, scheduling and sampling are not counted"
+        )
+        return
+    times = f"{WARM_START_S} s to the first tokens, {COLD_START_S} s with kernels to compile"
+    yield from label("start", f"{times}, and reading weights: measured once, on an H200's host")
+    arch = model.architecture
+    like_checked = arch.experts is None and arch.latent is None and arch.window is None and model.dtype == "bfloat16"
+    if model.costs.cluster.chip.name == CHECKED_CHIP and like_checked:
+        text = f"predicted for Headway's engine: within {percent(WORST_ERROR)} of 18 rows measured on an H200"
+    else:
+        text = "predicted for Headway's engine, but checked with dense models in bfloat16 on an H200 only"
+    yield from label("accuracy", text)
+
+
+def start_document(model: PassModel) -> dict[str, float] | None:
+    """Return seconds to start, by caches of compiled kernels; None for a bound."""
+    return None if model.costs.ideal else {"cold": COLD_START_S, "warm": WARM_START_S}
+
+
+def dollars(amount: float) -> str:
+    """Return dollars with three digits, or cents."""
     return f"${amount:,.2f}" if amount >= 1 else f"${amount:.3g}"
 
 
@@ -150,20 +180,12 @@ def _dollars(amount: float) -> str:
 def serving_document(plan: ServingPlan) -> dict[str, Any]:
     """Return everything the text shows as JSON-ready values."""
     memory, planned, devices = plan.memory, plan.planned, plan.cluster.devices
-    sizes = {"free": memory.free, "cache_tokens": memory.cache_tokens}
     return {
         "name": plan.name,
-        "model": {
-            **asdict(plan.architecture),
-            "parameters": parameters(plan.architecture),
-            "active_parameters": active_parameters(plan.architecture),
-        },
-        "cluster": plan.cluster.as_dict() | {"devices": devices},
-        "fidelity": plan.costs.fidelity,
-        "dtype": plan.dtype,
+        **model_document(plan.model),
         "prompt": plan.load.prompt,
         "output": plan.load.output,
-        "memory": asdict(memory) | sizes,
+        "memory": memory_document(memory),
         "largest_batch": memory.largest_batch,
         "compute_bound_batch": plan.compute_bound_batch,
         "ttft_s": plan.ttft_s,
@@ -174,6 +196,26 @@ def serving_document(plan: ServingPlan) -> dict[str, Any]:
         "batches": [_point_document(plan, point) for point in plan.points],
         "rooflines": {"prefill": _points(plan, plan.prefill), "decode": _points(plan, plan.decode)},
     }
+
+
+def model_document(model: PassModel) -> dict[str, Any]:
+    """Return what is served, and on what."""
+    arch, cluster = model.architecture, model.costs.cluster
+    return {
+        "model": {
+            **asdict(arch), "parameters": parameters(arch), "active_parameters": active_parameters(arch)
+        },
+        "cluster": cluster.as_dict() | {"devices": cluster.devices},
+        "fidelity": model.costs.fidelity,
+        "dtype": model.dtype,
+        "exact": model.exact,
+        "start_s": start_document(model),
+    }  # fmt: skip
+
+
+def memory_document(memory: ServingMemory) -> dict[str, Any]:
+    """Return the bytes of a device."""
+    return asdict(memory) | {"free": memory.free, "cache_tokens": memory.cache_tokens}
 
 
 def _point_document(plan: ServingPlan, point: ServingPoint) -> dict[str, Any]:
@@ -196,6 +238,6 @@ def _points(plan: ServingPlan, points: Sequence[RooflinePoint]) -> list[dict[str
     ]
 
 
-def _rate(value: float) -> str:
+def rate(value: float) -> str:
     """Return a rate with three digits, and thousands written out."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

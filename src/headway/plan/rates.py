@@ -66,6 +66,7 @@ GENERATIONS: Mapping[str, ChipGeneration] = MappingProxyType(
             MappingProxyType({
                 "flash1": (0.14, 0.16, 1.0, 215), "triton1": (0.16, 0.16, 1.0, 215),
                 "flash2": (0.334, 0.293, 1.02, 525), "flash3": (0.57, 0.45, 1.1, 450), "cudnn": (0.54, 0.43, 1.12, 400),
+                "paged": (0.44, 0.385, 1.0, 525),
             }),
             0.87, 2.5e-6, 1.45, f"{_OURS}; {_MAMF}: H100 SXM 795 of 989; {_FLASH}",
         ),

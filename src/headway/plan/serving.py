@@ -1,38 +1,27 @@
 """Plans inference on one device: memory, largest batch, TTFT, time per token, throughput and cost.
 
-A pass is GEMMs, attention and the head, one after the other; each takes its FLOPs at the chip's speed or its bytes at
-the memory's, whichever is longer. Bytes are those of weights and KV cache: activations stay in the chip's caches. The
-engine's own work (launches, scheduling, sampling) is not modelled, so that at fidelity `limit` this is a bound.
+A batch in steady state, or a closed workload (`serving_workload.py`); passes take what `serving_latency.py` says.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headway.errors import UsageError
 from headway.hardware import CHIPS, Chip, Cluster
-from headway.plan.architecture import Architecture, cached_elements, layer_kinds, layer_matrices
-from headway.plan.costs import CostModel
+from headway.plan.architecture import Architecture, cached_elements
 from headway.plan.flops import parameters
-from headway.plan.layer import Work, speed
 from headway.plan.memory import CONTEXT_BYTES
-from headway.plan.operations import Operation
 from headway.plan.roofline import RooflinePoint
+from headway.plan.serving_latency import PassModel, merged
+from headway.plan.serving_passes import DTYPES, Span, pass_operations
+from headway.plan.serving_workload import EngineLimits, Request, WorkloadForecast, forecast
 
 CPU_SHARE, GPU_SHARE = 0.25, 0.9
 BLOCK_TOKENS = 64
 PASS_TOKENS = 2048
-"""The engine's defaults: share of free memory that the KV cache takes, tokens per block, tokens per pass. Repeated from
-`inference/text_engine.py`, which needs torch."""
-DTYPES = {"bfloat16": ("bf16", 2), "float16": ("fp16", 2), "float32": ("float32", 4)}
-"""Precisions that models are served in: the planner's name, and bytes per weight and per element of the KV cache."""
-KERNEL = "flash2"
-"""Attention kernel of prefill, for fidelities with a kernel model."""
-GROUPS = {
-    "attention": "projections", "mlp": "feed-forward", "router": "router", "experts": "experts",
-    "shared": "shared experts",
-}  # fmt: skip
-"""Matrices by the first part of their name, and what rooflines call them."""
+SEQUENCES = 256
+"""The engine's defaults: share of free memory that the KV cache takes, tokens per block, tokens per pass, sequences at
+a time. Repeated from `inference/text_engine.py`, which needs torch."""
 SHOWN_BATCHES = (1, 8, 64, 512, 4096)
 MOST_SEQUENCES = 2**24
 """Where the search for a compute-bound batch ends."""
@@ -91,19 +80,6 @@ class ServingMemory:
 
 
 @dataclass(frozen=True)
-class ModelPass:
-    """Sequences that go through the model together, each with the same number of new tokens."""
-
-    sequences: float
-    start: float
-    """Tokens of each that are in the cache already."""
-    tokens: float
-    """New tokens of each."""
-    ends: bool = True
-    """Whether each gets a token sampled, so that the head runs."""
-
-
-@dataclass(frozen=True)
 class ServingPoint:
     """A batch in steady state: when a sequence ends, the next prompt takes its place."""
 
@@ -144,9 +120,7 @@ class ServingPlan:
     """How a model is served: one server per device."""
 
     name: str
-    architecture: Architecture
-    costs: CostModel
-    dtype: str
+    model: PassModel
     load: ServingLoad
     memory: ServingMemory
     compute_bound_batch: int | None
@@ -166,39 +140,34 @@ class ServingPlan:
     @property
     def cluster(self) -> Cluster:
         """The devices."""
-        return self.costs.cluster
+        return self.model.costs.cluster
 
     @property
     def peak_flops_s(self) -> float:
         """Peak at the precision of the weights."""
-        return self.cluster.chip.peak(self.dtype)
+        return self.cluster.chip.peak(self.model.dtype)
 
 
 def plan_serving(
     name: str,
-    arch: Architecture,
-    costs: CostModel,
+    model: PassModel,
     load: ServingLoad,
     *,
-    dtype: str = "bfloat16",
     concurrency: int | None = None,
+    pass_tokens: int = PASS_TOKENS,
     price: float | None = None,
 ) -> ServingPlan:
     """Plan a model's inference with the given number of concurrent sequences, by default as many as fit."""
+    arch, costs, dtype = model.architecture, model.costs, model.dtype
     chip = costs.cluster.chip
-    chip.peak(dtype)  # raises for unknown ones
-    memory = serving_memory(arch, chip, load, dtype)
-    if memory.largest_batch < (concurrency or 1):
-        raise _does_not_fit(name, arch, chip, load, dtype, concurrency)
+    memory = _checked_memory(name, model, load, concurrency)
     batch = concurrency or memory.largest_batch
     shown = sorted({*(size for size in SHOWN_BATCHES if size < memory.largest_batch), memory.largest_batch, batch})
-    points = tuple(_point(arch, costs, load, dtype, size) for size in shown)
-    prefill = _merged([part for step in prefill_passes(load) for part in pass_points(arch, costs, dtype, step)])
+    points = tuple(_point(model, load, size, pass_tokens) for size in shown)
+    prefill = merged(part for span in prefill_passes(load, pass_tokens=pass_tokens) for part in model.points(span))
     return ServingPlan(
         name=name,
-        architecture=arch,
-        costs=costs,
-        dtype=dtype,
+        model=model,
         load=load,
         memory=memory,
         compute_bound_batch=_compute_bound_batch(arch, chip, load, dtype),
@@ -206,16 +175,93 @@ def plan_serving(
         points=points,
         planned=next(point for point in points if point.batch == batch),
         prefill=prefill,
-        decode=tuple(pass_points(arch, costs, dtype, _decoding(load, batch))),
+        decode=model.points(_decoding(load, batch)),
         price=price if price is not None else costs.cluster.price_per_gpu_hour,
     )
 
 
-def _point(arch: Architecture, costs: CostModel, load: ServingLoad, dtype: str, batch: int) -> ServingPoint:
-    prompts = min(batch, max(1, PASS_TOKENS // load.prompt))
-    step_s = _seconds(arch, costs, dtype, _decoding(load, batch))
-    prefill_s = sum(_seconds(arch, costs, dtype, step) for step in prefill_passes(load, prompts)) / prompts
-    return ServingPoint(batch, load, step_s, prefill_s)
+def _point(model: PassModel, load: ServingLoad, batch: int, pass_tokens: int) -> ServingPoint:
+    prompts = min(batch, max(1, pass_tokens // load.prompt))
+    prefill_s = sum(model.seconds(span) for span in prefill_passes(load, prompts, pass_tokens)) / prompts
+    return ServingPoint(batch, load, model.seconds(_decoding(load, batch)), prefill_s)
+
+
+def prefill_passes(load: ServingLoad, prompts: int = 1, pass_tokens: int = PASS_TOKENS) -> Iterator[Span]:
+    """The passes of prompts: together if they fit into one pass, in chunks if one alone does not."""
+    for start in range(0, load.prompt, pass_tokens):
+        tokens = min(pass_tokens, load.prompt - start)
+        yield Span(prompts, start, tokens, ends=start + tokens == load.prompt)
+
+
+def _decoding(load: ServingLoad, batch: int) -> Span:
+    return Span(batch, load.mean_context - 1, 1)
+
+
+def _compute_bound_batch(arch: Architecture, chip: Chip, load: ServingLoad, dtype: str) -> int | None:
+    """The smallest batch whose decoding has more FLOPs per byte than the ridge of the roofline.
+
+    Weights are shared by the batch but caches are not, so that long sequences never get there.
+    """
+    ridge = chip.peak(dtype) / chip.bandwidth_bytes_s
+
+    def is_bound(batch: int) -> bool:
+        parts = [(n, operation) for _, n, operation in pass_operations(arch, dtype, _decoding(load, batch))]
+        return sum(n * part.flops for n, part in parts) >= ridge * sum(n * part.bytes for n, part in parts)
+
+    if not is_bound(MOST_SEQUENCES):
+        return None
+    low, high = 0, MOST_SEQUENCES  # intensity rises with the batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_bound(middle) else (middle, high)
+    return high
+
+
+# -- closed workloads
+
+
+@dataclass(frozen=True)
+class WorkloadPlan:
+    """How a model serves requests that all arrive at once, on one device."""
+
+    name: str
+    model: PassModel
+    requests: tuple[Request, ...]
+    limits: EngineLimits
+    memory: ServingMemory
+    forecast: WorkloadForecast
+    price: float | None
+    """Per device-hour."""
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars for all requests."""
+        return None if self.price is None else self.price / 3600 * self.forecast.seconds
+
+
+def plan_workload(
+    name: str,
+    model: PassModel,
+    requests: Sequence[Request],
+    *,
+    concurrency: int | None = None,
+    pass_tokens: int = PASS_TOKENS,
+    price: float | None = None,
+) -> WorkloadPlan:
+    """Plan requests that all arrive at once, with so many sequences at a time, by default the engine's."""
+    longest = max(requests, key=lambda request: request.length)
+    memory = _checked_memory(name, model, ServingLoad(longest.prompt, longest.output), None)
+    sequences = concurrency or SEQUENCES
+    limits = EngineLimits(sequences, max(pass_tokens, sequences + 1), memory.cache_tokens)
+    return WorkloadPlan(
+        name=name,
+        model=model,
+        requests=tuple(requests),
+        limits=limits,
+        memory=memory,
+        forecast=forecast(model, requests, limits),
+        price=price if price is not None else model.costs.cluster.price_per_gpu_hour,
+    )
 
 
 # -- memory
@@ -237,6 +283,16 @@ def serving_memory(arch: Architecture, chip: Chip, load: ServingLoad, dtype: str
         token_bytes=token_bytes,
         sequence_tokens=-(-load.length // BLOCK_TOKENS) * BLOCK_TOKENS,
     )
+
+
+def _checked_memory(name: str, model: PassModel, load: ServingLoad, concurrency: int | None) -> ServingMemory:
+    """Return the memory, or raise if not so many sequences fit."""
+    chip = model.costs.cluster.chip
+    chip.peak(model.dtype)  # raises for unknown ones
+    memory = serving_memory(model.architecture, chip, load, model.dtype)
+    if memory.largest_batch < (concurrency or 1):
+        raise _does_not_fit(name, model.architecture, chip, load, model.dtype, concurrency)
+    return memory
 
 
 def _does_not_fit(
@@ -268,141 +324,3 @@ def _does_not_fit(
         f"{load.length:,} tokens, with {memory.capacity / GIB:.0f} GB of memory",
         hint=hint,
     )
-
-
-# -- passes
-
-
-def prefill_passes(load: ServingLoad, prompts: int = 1) -> Iterator[ModelPass]:
-    """The passes of prompts: together if they fit into one pass, in chunks if one alone does not."""
-    for start in range(0, load.prompt, PASS_TOKENS):
-        tokens = min(PASS_TOKENS, load.prompt - start)
-        yield ModelPass(prompts, start, tokens, ends=start + tokens == load.prompt)
-
-
-def _decoding(load: ServingLoad, batch: int) -> ModelPass:
-    return ModelPass(batch, load.mean_context - 1, 1)
-
-
-def distinct_experts(count: int, top_k: int, tokens: float) -> float:
-    """Expected number of experts that some token is routed to, if all are equally likely."""
-    return count * (1 - math.pow(1 - top_k / count, tokens))
-
-
-def pass_operations(arch: Architecture, dtype: str, step: ModelPass) -> Iterator[tuple[str, int, Operation]]:
-    """Every operation of a pass: the group it belongs to, in how many layers it is, and one layer's."""
-    precision, width = DTYPES[dtype]
-    tokens = step.sequences * step.tokens
-
-    def gemm(name: str, rows: float, inputs: int, outputs: int, copies: float = 1.0) -> Operation:
-        """Copies of a GEMM whose weights are read once."""
-        flops, moved = 2.0 * rows * inputs * outputs * copies, width * inputs * outputs * copies
-        return Operation(name, "gemm", "forward", flops, moved, rows, outputs, inputs, copies, precision)
-
-    for experts, layers in layer_kinds(arch):
-        for matrix in layer_matrices(arch, experts):
-            used = distinct_experts(matrix.copies, matrix.uses, tokens) if matrix.copies > 1 else 1.0
-            rows = tokens * matrix.uses / used
-            group = GROUPS[matrix.name.partition(".")[0]]
-            yield group, layers, gemm(matrix.name, rows, matrix.inputs, matrix.outputs, used)
-    windowed = arch.windowed_layers if arch.window is not None else 0
-    for layers, window in ((arch.layers - windowed, None), (windowed, arch.window)):
-        if layers:
-            yield "attention", layers, _attention(arch, dtype, step, window)
-    if step.ends:
-        yield "head", 1, gemm("head", step.sequences, arch.dim, arch.vocab)
-
-
-def _attention(arch: Architecture, dtype: str, step: ModelPass, window: int | None) -> Operation:
-    """Attention of one layer to the cache, whose tokens are read once per sequence."""
-    precision, width = DTYPES[dtype]
-    end = step.start + step.tokens
-    pairs = _pairs(end, window) - _pairs(step.start, window)
-    read = end if window is None else min(end, window - 1 + step.tokens)
-    # With latent attention, queries are projected to the cached vectors, whose latent part is also the values.
-    sizes = arch.head_dim + arch.value_dim
-    if arch.latent is not None:
-        sizes = 2 * arch.latent.kv_rank + arch.latent.rope_dim
-    return Operation(
-        "attention.core",
-        "attention" if step.tokens > 1 else "memory",
-        "forward",
-        flops=2.0 * step.sequences * pairs * arch.heads * sizes,
-        bytes=step.sequences * read * cached_elements(arch) * width,
-        precision=precision,
-        seq=math.ceil(end),
-        head_dim=arch.head_dim,
-    )
-
-
-def _pairs(length: float, window: int | None) -> float:
-    """Pairs of a token and one that it attends to, in a sequence of this length."""
-    inside = length if window is None else min(length, window)
-    return inside * (inside + 1) / 2 + (length - inside) * inside
-
-
-def pass_points(arch: Architecture, costs: CostModel, dtype: str, step: ModelPass) -> tuple[RooflinePoint, ...]:
-    """FLOPs, bytes and seconds of a pass, by group of operations."""
-    timed = [
-        (group, layers, operation, _work(costs, operation))
-        for group, layers, operation in pass_operations(arch, dtype, step)
-    ]
-    mix = sum((_times(work, layers) for _, layers, _, work in timed), Work())
-    sustained = speed(costs, DTYPES[dtype][0], mix)
-    return _merged(
-        [
-            RooflinePoint(group, layers * part.flops, layers * part.bytes, layers * sustained.seconds(work))
-            for group, layers, part, work in timed
-        ]
-    )
-
-
-def _seconds(arch: Architecture, costs: CostModel, dtype: str, step: ModelPass) -> float:
-    return sum(point.seconds for point in pass_points(arch, costs, dtype, step))
-
-
-def _work(costs: CostModel, operation: Operation) -> Work:
-    """Device seconds of an operation at full clock; a GEMM that waits for its weights draws little power."""
-    rates, bandwidth = costs.rates, costs.cluster.chip.bandwidth_bytes_s
-    if operation.kind == "gemm":
-        seconds = rates.gemm(operation)
-        is_waiting = operation.bytes / bandwidth > operation.flops / rates.peak(operation.precision)
-        return Work(memory=seconds) if is_waiting else Work(gemm=seconds)
-    if operation.kind == "attention":
-        return Work(attention=max(rates.attention(operation, KERNEL), rates.memory(operation)))
-    return Work(memory=max(rates.memory(operation), operation.flops / rates.peak(operation.precision)))
-
-
-def _times(work: Work, times: int) -> Work:
-    return Work(times * work.gemm, times * work.attention, times * work.memory)
-
-
-def _merged(points: list[RooflinePoint]) -> tuple[RooflinePoint, ...]:
-    """One point per name, in the order of their first."""
-    sums: dict[str, RooflinePoint] = {}
-    for point in points:
-        old = sums.get(point.name, RooflinePoint(point.name, 0.0, 0.0, 0.0))
-        sums[point.name] = RooflinePoint(
-            point.name, old.flops + point.flops, old.bytes + point.bytes, old.seconds + point.seconds
-        )
-    return tuple(sums.values())
-
-
-def _compute_bound_batch(arch: Architecture, chip: Chip, load: ServingLoad, dtype: str) -> int | None:
-    """The smallest batch whose decoding has more FLOPs per byte than the ridge of the roofline.
-
-    Weights are shared by the batch but caches are not, so that long sequences never get there.
-    """
-    ridge = chip.peak(dtype) / chip.bandwidth_bytes_s
-
-    def is_bound(batch: int) -> bool:
-        parts = [(n, operation) for _, n, operation in pass_operations(arch, dtype, _decoding(load, batch))]
-        return sum(n * part.flops for n, part in parts) >= ridge * sum(n * part.bytes for n, part in parts)
-
-    if not is_bound(MOST_SEQUENCES):
-        return None
-    low, high = 0, MOST_SEQUENCES  # intensity rises with the batch
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_bound(middle) else (middle, high)
-    return high
