@@ -120,12 +120,13 @@ def print_serving_plan(
     for name, (low, high) in (("prompt", prompts), ("output", outputs)):
         if low < high:
             raise UsageError(f"--{name} {low}:{high} needs --requests", hint=f"--requests 256, or --{name} {high}")
+    pass_tokens = options.max_batch_tokens or PASS_TOKENS
     planned = plan_serving(
         model.name,
         served,
         ServingLoad(prompts[1], outputs[1]),
         concurrency=options.concurrency,
-        pass_tokens=options.max_batch_tokens or PASS_TOKENS,
+        pass_tokens=pass_tokens,
         price=options.price,
     )
     drawn = _drawn(planned, roofline) if roofline is not None else ""
@@ -135,7 +136,8 @@ def print_serving_plan(
     lines = serving_lines(planned)
     if roofline is not None:
         lines += ["", *drawn.splitlines(), f"wrote {roofline}", ""]
-    print("\n".join([*lines, *_next(planned, model)]))
+    otherwise = "--json prints all figures; --roofline FILE.svg draws both passes"
+    print("\n".join([*lines, *_next(model, planned.planned.batch, pass_tokens, otherwise)]))
 
 
 def _print_workload(
@@ -154,18 +156,20 @@ def _print_workload(
         hint = f"--on {served.costs.cluster.chip.name}x1, with the requests of one server"
         raise UsageError(f"--requests plans one device, not {devices:,}", hint=hint)
     assert options.requests is not None
+    pass_tokens = options.max_batch_tokens or PASS_TOKENS
     planned = plan_workload(
         model.name,
         served,
         uniform_requests(options.requests, *lengths),
         concurrency=options.concurrency,
-        pass_tokens=options.max_batch_tokens or PASS_TOKENS,
+        pass_tokens=pass_tokens,
         price=options.price,
     )
     if json:
         print_json(workload_document(planned))
-    else:
-        print("\n".join([*workload_lines(planned), *wrapped("next: --json prints all figures", 6)]))
+        return
+    following = _next(model, planned.limits.max_sequences, pass_tokens, "--json prints all figures")
+    print("\n".join([*workload_lines(planned), *following]))
 
 
 def _pass_model(model: ServedModel, cluster: Cluster, options: ServingOptions) -> PassModel:
@@ -234,9 +238,9 @@ def _drawn(plan: ServingPlan, file: Path) -> str:
     return text_roofline(points, plan.peak_flops_s, plan.cluster.chip.bandwidth_bytes_s, title, 80)
 
 
-def _next(plan: ServingPlan, model: ServedModel) -> list[str]:
+def _next(model: ServedModel, sequences: int, pass_tokens: int, otherwise: str) -> list[str]:
     if model.source is None:
-        return wrapped("next: --json prints all figures; --roofline FILE.svg draws both passes", 6)
-    batch = plan.planned.batch
-    more = f" --max-sequences {batch}" if batch != SEQUENCES else ""
+        return wrapped(f"next: {otherwise}", 6)
+    more = f" --max-sequences {sequences}" if sequences != SEQUENCES else ""
+    more += f" --max-batch-tokens {pass_tokens}" if pass_tokens != PASS_TOKENS else ""
     return [f"next: headway serve {shlex.quote(model.source)}{more}"]  # in one line, to be copied
