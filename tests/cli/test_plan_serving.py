@@ -204,7 +204,7 @@ def test_a_roofline_shows_both_passes(tmp_path: Path) -> None:
         ((LLAMA, "--serve", "--on", "h200", "--output", "0"), "invalid --output 0", "--output 100:1024"),
         ((LLAMA, "--serve", "--on", "h200", "--output", "1:x"), "invalid --output 1:x", "--output 100:1024"),
         ((LLAMA, "--serve", "--on", "h200x2", "--requests", "9"), "plans one device, not 2", "--on h200x1"),
-        ((LLAMA, "--serve", "--on", "h200", "--requests", "9", "--roofline", "a.svg"), "excludes --roofline", ""),
+        ((LLAMA, "--serve", "--on", "h200", "--requests", "9", "--roofline", "a.svg"), "excludes --roofline", "one"),
         ((LLAMA, "--on", "h200", "--requests", "9"), "--requests needs --serve", "headway plan MODEL --serve"),
         ((LLAMA, "--on", "h200", "--exact"), "--exact needs --serve", "headway plan MODEL --serve"),
         ((LLAMA, "--serve", "--on", "h200", "--dtype", "fp8"), "unknown --dtype fp8", "bfloat16, float16, float32"),

@@ -175,8 +175,8 @@ def plan(
     prompt, output, memory, largest_batch, compute_bound_batch, ttft_s, batch, step_s, prefill_s, prefill_share,
     time_per_token_s, tokens_s, tokens_s_per_device, requests_s, price_per_device_hour, cost_per_million_tokens,
     batches, rooflines, exact and start_s; with --requests name, model, cluster, fidelity, dtype, exact, requests,
-    memory, max_sequences, max_batch_tokens, prompt_tokens, output_tokens, seconds, prefill_s, decode_s, host_s,
-    prefill_passes, decode_passes, mean_batch, prefill_flops_s, tokens_s, requests_s, ttft_s, start_s,
+    lengths, memory, max_sequences, max_batch_tokens, prompt_tokens, output_tokens, seconds, prefill_s, decode_s,
+    host_s, prefill_passes, decode_passes, mean_batch, prefill_flops_s, tokens_s, requests_s, ttft_s, start_s,
     price_per_device_hour, cost and cost_per_million_tokens.
     """
     if serve:
