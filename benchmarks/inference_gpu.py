@@ -22,9 +22,13 @@ from typing import Any
 import psutil
 import torch
 
+from headway.hardware import default_cluster, known_chip
 from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams
 from headway.kernels.paged_attention import PagedBatch, reference, triton_attention
 from headway.models import Decoder, empty_decoder
+from headway.plan.costs import make_cost_model
+from headway.plan.serving_latency import PassModel
+from headway.plan.serving_workload import EngineLimits, Request, forecast
 from headway.recipe import Model
 from headway.recipe.huggingface import model_from_config
 
@@ -162,7 +166,24 @@ def throughput(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> dict[s
         llm.generate([[number, *prompt[1:]] for prompt in prompts], params)  # nothing is shared with the run before
         torch.cuda.synchronize()
         runs.append(round(time.perf_counter() - started, 3))
-    return {"tokens": sum(lengths), "seconds": runs, "tokens_per_s": round(sum(lengths) / min(runs), 1)}
+    return {
+        "tokens": sum(lengths),
+        "seconds": runs,
+        "tokens_per_s": round(sum(lengths) / min(runs), 1),
+        "planned_over_measured_seconds": round(planned_seconds(llm, prompts, lengths) / min(runs), 3),
+    }
+
+
+def planned_seconds(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
+    """What `headway plan --serve --requests` says of a workload."""
+    decoder, engine = llm.model.module, llm.engine.engine
+    assert isinstance(decoder, Decoder)
+    cluster = default_cluster(known_chip(torch.cuda.get_device_name()), 1)
+    model = PassModel(decoder.model.architecture(), make_cost_model(cluster))
+    cache_tokens = engine.pool.count * engine.pool.size
+    limits = EngineLimits(engine.limits.max_sequences, engine.limits.max_batch_tokens, cache_tokens)
+    requests = [Request(len(prompt), length) for prompt, length in zip(prompts, lengths, strict=True)]
+    return forecast(model, requests, limits).seconds
 
 
 def prefill(config: dict[str, Any], sequences: int, length: int) -> dict[str, Any]:
@@ -170,13 +191,14 @@ def prefill(config: dict[str, Any], sequences: int, length: int) -> dict[str, An
     options = {"max_batch_tokens": sequences * length, "max_sequences": sequences, "shares_prefixes": False}
     llm = engine(config, 2 * length, graphs=False, **options)
     prompts = [[draw % 1000] * length for draw in range(sequences)]
-    seconds = min(throughput(llm, prompts, [1] * sequences)["seconds"])
+    measured = throughput(llm, prompts, [1] * sequences)
+    seconds = min(measured["seconds"])
     decoder = llm.model.module
     assert isinstance(decoder, Decoder)
     weights = sum(p.numel() for name, p in decoder.named_parameters() if "embed" not in name and "head" not in name)
     pairs = sequences * length**2 / 2 * config["num_attention_heads"] * config["head_dim"] * config["num_hidden_layers"]
     operations = 2 * sequences * length * weights + 4 * pairs
-    return {"seconds": seconds, "tflops": round(operations / seconds / 1e12)}
+    return measured | {"tflops": round(operations / seconds / 1e12)}
 
 
 def random_prompts(count: int, shortest: int, longest: int) -> tuple[list[list[int]], list[int]]:

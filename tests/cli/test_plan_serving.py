@@ -16,7 +16,7 @@ from headway.recipe import load_recipe
 from headway.track import create_run, write_json
 
 RECIPES = Path(__file__).resolve().parent.parent.parent / "recipes"
-LLAMA = str(RECIPES / "llama3.2-1b.toml")
+LLAMA, IMAGES = (str(RECIPES / name) for name in ("llama3.2-1b.toml", "images.toml"))
 MIXTRAL = {
     "model_type": "mixtral", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
     "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
@@ -212,6 +212,7 @@ def test_a_roofline_shows_both_passes(tmp_path: Path) -> None:
         ((LLAMA, "--on", "h200", "--prompt", "10"), "--prompt needs --serve", "headway plan MODEL --serve"),
         ((LLAMA, "--on", "h200", "--concurrency", "2"), "--concurrency needs --serve", "headway plan MODEL --serve"),
         (("--serve", "--on", "h200"), "nothing to plan", "RECIPE|FOLDER|RUN"),
+        ((IMAGES, "--serve", "--on", "h200"), "model.family = dit: --serve plans models of text", "plans its training"),
         (("nowhere", "--serve", "--on", "h200"), "nowhere is no recipe, Hugging Face folder or run", "HEADWAY_RUNS"),
         (("none.toml", "--serve", "--on", "h200"), "no such recipe", "recipe ls"),
         (("none.json", "--serve", "--on", "h200"), "none.json: cannot be read", "config.json"),

@@ -88,9 +88,15 @@ def model_of_recipe(
             f"model.class = {model.class_}: the cost of a custom class is unknown",
             hint="headway serve RUN shows its cache at the start",
         )
+    architecture = model.architecture()
+    if architecture.diffusion is not None:
+        raise UsageError(
+            f"model.family = {model.family}: --serve plans models of text, not of images and video",
+            hint="headway plan RECIPE plans its training",
+        )
     original = {} if sidecars is None else original_config(sidecars)
     longest = longest_sequence(model, recipe.data.seq, original)
-    return ServedModel(name or recipe.name, model.architecture(), recipe.train.dtype, longest, source)
+    return ServedModel(name or recipe.name, architecture, recipe.train.dtype, longest, source)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ CHECKED_CHIP, WORST_ERROR = "h200", 0.102
 """What the prediction was checked on, and its largest error there: 18 rows (benchmarks/plan/fit_serving.py)."""
 WIDE = 72
 """Columns that the whole roofline table takes; a narrower terminal gets fewer."""
+NO_PRICE = "--price DOLLARS per device-hour gives the cost per million tokens"
 MEMORY_BOUND = "memory at any batch: every sequence reads its own cache"
 
 
@@ -139,7 +140,7 @@ def _facts(plan: ServingPlan) -> Iterator[str]:
     prompts = f"{requests * load.prompt:,.0f} tokens/s of prompts"
     yield from label("speed", f"{total}, and {prompts}: {rate(requests)} requests/s")
     if plan.price is None:
-        yield from label("cost", "--price DOLLARS per device-hour gives the cost per million tokens")
+        yield from label("cost", NO_PRICE)
     else:
         cost = dollars(planned.cost_per_million(plan.price))
         yield from label("cost", f"{cost} per million generated tokens at ${plan.price:,.2f} per device-hour")

@@ -5,6 +5,7 @@ from typing import Any
 
 from headway.cli.plan_view import label, percent, span, wrapped
 from headway.cli.serving_view import (
+    NO_PRICE,
     dollars,
     memory_document,
     memory_lines,
@@ -51,7 +52,9 @@ def _facts(plan: WorkloadPlan) -> Iterator[str]:
     limits = plan.limits
     most = f"{limits.max_sequences:,} sequences at a time, {limits.max_batch_tokens:,} tokens per pass"
     yield from label("limits", f"{most}, a cache of {limits.cache_tokens:,} tokens")
-    if plan.price is not None and plan.cost is not None:
+    if plan.price is None or plan.cost is None:
+        yield from label("cost", NO_PRICE)
+    else:
         per_million = dollars(plan.cost / planned.output_tokens * 1e6)
         at = f"${plan.price:,.2f} per device-hour"
         yield from label("cost", f"{dollars(plan.cost)}, {per_million} per million generated tokens, at {at}")
