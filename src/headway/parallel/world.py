@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headway.recipe import Assignment
 
+EXPERT_SHARD = "expert shard"
+"""Workers of the shard axis that have the same experts, which are sharded over them."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -140,8 +143,15 @@ def make_mesh(rank: int, workers: int, device: torch.device, sizes: Mapping[str,
     """Arrange joined workers as a mesh."""
     # FSDP2 needs a shard axis with every replicate axis, even of size 1.
     named = {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and sizes["replicate"] > 1)}
-    mesh = init_device_mesh(device.type, tuple(named.values()), mesh_dim_names=tuple(named))
-    axes = {name: Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) for name, size in named.items()}
+    expert = named.pop("expert", 1)
+    dims = {}
+    for name, size in named.items():  # the axis of experts is the inner part of shard
+        dims |= {EXPERT_SHARD: size // expert, "expert": expert} if name == "shard" and expert > 1 else {name: size}
+    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    meshes = {name: mesh[name] for name in dims}
+    if expert > 1:
+        meshes["shard"] = mesh[EXPERT_SHARD, "expert"]._flatten("shard")
+    axes = {name: Axis(part.size(), part.get_local_rank(), part.get_group()) for name, part in meshes.items()}
     return World(rank=rank, size=workers, device=device, mesh=mesh, axes=axes)
 
 
