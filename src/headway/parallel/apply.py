@@ -244,10 +244,8 @@ def parallelize_model(
         vocabulary = _shared_vocabulary(stages.model, cuts)
 
     # experts, over their axis
-    expert = world.axis("expert")
-    if expert.size > 1:
-        assert world.mesh is not None
-        share_experts(stages.model, world.mesh["expert"], expert)
+    if world.expert_mesh is not None:
+        share_experts(stages.model, world.expert_mesh["expert"], world.axis("expert"))
 
     for stage in stages.stages:
         _set_forward(stage, recipe, world, cuts, vocabulary, head)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], world: World, dtype: st
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # A model takes tokens, or a stream that has this precision; an objective's columns must keep theirs.
     outside = replace(policy, cast_forward_inputs=False)
-    parts = {id(block): experts_of(block) if world.axis("expert").size > 1 else [] for block in blocks}
-    for block in blocks:
-        for experts in parts[id(block)]:
-            mesh = world.mesh[(*copies, EXPERT_SHARD)]
-            options: dict[str, Any] = {"mp_policy": outside, "reshard_after_forward": not keep_weights}
-            _shard(experts, mesh=mesh, shard_placement_fn=_placement_of(experts, mesh.size(-1)), **options)
+    parts = {id(block): experts_of(block) if world.expert_mesh is not None else [] for block in blocks}
+    for experts in chain.from_iterable(parts.values()):
+        assert world.expert_mesh is not None
+        mesh = world.expert_mesh[(*copies, EXPERT_SHARD)]
+        placement = _placement_of(experts, mesh.size(-1))
+        options: dict[str, Any] = {"mp_policy": outside, "reshard_after_forward": not keep_weights}
+        _shard(experts, mesh=mesh, shard_placement_fn=placement, **options)
     mesh = world.mesh[(*copies, "shard")]
     for block in blocks:
         _shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_weights)

@@ -40,6 +40,8 @@ class World:
     mesh: DeviceMesh | None = None
     """Mesh of the axes larger than 1; None for a single worker."""
     axes: Mapping[str, Axis] = field(default_factory=dict)
+    expert_mesh: DeviceMesh | None = None
+    """The mesh with its shard axis as two, EXPERT_SHARD and expert; None without an axis of experts."""
 
     @property
     def first(self) -> bool:
@@ -144,15 +146,14 @@ def make_mesh(rank: int, workers: int, device: torch.device, sizes: Mapping[str,
     # FSDP2 needs a shard axis with every replicate axis, even of size 1.
     named = {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and sizes["replicate"] > 1)}
     expert = named.pop("expert", 1)
-    dims = {}
-    for name, size in named.items():  # the axis of experts is the inner part of shard
-        dims |= {EXPERT_SHARD: size // expert, "expert": expert} if name == "shard" and expert > 1 else {name: size}
-    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    meshes = {name: mesh[name] for name in dims}
+    mesh = init_device_mesh(device.type, tuple(named.values()), mesh_dim_names=tuple(named))
+    axes = {name: Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) for name, size in named.items()}
+    within = None
     if expert > 1:
-        meshes["shard"] = mesh[EXPERT_SHARD, "expert"]._flatten("shard")
-    axes = {name: Axis(part.size(), part.get_local_rank(), part.get_group()) for name, part in meshes.items()}
-    return World(rank=rank, size=workers, device=device, mesh=mesh, axes=axes)
+        parts = (named["shard"] // expert, expert)
+        within = mesh._unflatten("shard", parts, (EXPERT_SHARD, "expert"))
+        axes["expert"] = Axis(expert, within.get_local_rank("expert"), within.get_group("expert"))
+    return World(rank=rank, size=workers, device=device, mesh=mesh, axes=axes, expert_mesh=within)
 
 
 def leave(world: World) -> None:
