@@ -110,6 +110,7 @@ def _data(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[K
     dense = shared_parameters(arch, settings, rank)
     experts = mixture_blocks(arch, settings, rank) * expert_parameters(arch)
     rest = rest_parameters(arch, settings, rank)
+    parts: list[tuple[str, int, float, int]]
     if mesh.expert == 1:
         parts = [("shard", mesh.shard, dense + experts, rest)]
     else:
