@@ -46,6 +46,14 @@ MESHES = (
     "shard=2,tensor=2,pipeline=2",
     "shard=2,tensor=2,pipeline=2,schedule=zero-bubble",
 )
+EXPERTS = (
+    "shard=2",
+    "shard=2,expert=2",
+    "shard=4,expert=2",
+    "shard=4,expert=4",
+    "replicate=2,shard=2,expert=2",
+    "shard=2,expert=2,pipeline=2",
+)
 BFLOAT16 = ("shard=2", "tensor=2", "pipeline=2", "shard=2,tensor=2")
 COLUMNS: tuple[Kind, ...] = ("loss", "gradient", "parameter")
 
@@ -58,6 +66,7 @@ def main() -> int:
         checks = [
             checked(data, "float32", MESHES),
             checked(data, "bfloat16", BFLOAT16),
+            checked(data, "float32", EXPERTS, "mixtral-small.toml"),
         ]
     for report in checks:
         print("\n".join(check_lines(report)))
@@ -67,9 +76,9 @@ def main() -> int:
     return 0
 
 
-def checked(data: Path, dtype: str, meshes: Sequence[str]) -> ParityReport:
-    """Check recipes/check.toml in one precision on the given meshes."""
-    recipe: Recipe = load_recipe(ROOT / "recipes" / "check.toml", [f"data.path={data}", f"train.dtype={dtype}"])
+def checked(data: Path, dtype: str, meshes: Sequence[str], name: str = "check.toml") -> ParityReport:
+    """Check a recipe in one precision on the given meshes."""
+    recipe: Recipe = load_recipe(ROOT / "recipes" / name, [f"data.path={data}", f"train.dtype={dtype}"])
     layouts = [parse_layout(mesh) for mesh in meshes]
     return check_parity(
         recipe, layouts, data.parent / "runs", report=lambda text: print(text, file=sys.stderr, flush=True)
@@ -77,9 +86,9 @@ def checked(data: Path, dtype: str, meshes: Sequence[str]) -> ParityReport:
 
 
 def section(report: ParityReport) -> Iterator[str]:
-    """Yield the table of one precision."""
+    """Yield the table of one recipe and precision."""
     limits = [f"{report.tolerances.of(kind):.0e}".replace("e-0", "e-") for kind in COLUMNS]
-    yield from (f"### {report.dtype}", "")
+    yield from (f"### {report.recipe}, {report.dtype}", "")
     yield f"| mesh | workers | loss (of {limits[0]}) | gradients (of {limits[1]}) | parameters (of {limits[2]}) |"
     yield "|---|---:|---:|---:|---:|"
     yield from (row(mesh) for mesh in report.meshes)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.models import empty_decoder
 from headway.parallel import finish_gradients, make_mesh, parallelize_model
 from headway.parallel.objective import DeviceBatch, SumScale
+from headway.parallel.world import EXPERT_SHARD
 from headway.plan.settings import Mesh, Settings
 from headway.plan.traffic import traffic
 from headway.plan.trainer import headway_software
@@ -23,8 +24,15 @@ from processes import run_ranks
 
 SEQ, BATCH = 32, 4
 MODEL = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 128, "vocab_size": 256}
-OPERATIONS = {"all_gather": 0, "allgather": 0, "reduce_scatter": 1, "allreduce": 0, "send": 0}
-"""Which argument of an operation is the whole tensor."""
+OPERATIONS = {
+    "all_gather": (0,), "allgather": (0,), "reduce_scatter": (1,), "allreduce": (0,), "send": (0,), "alltoall": (0, 1),
+}  # fmt: skip
+"""Which arguments of an operation are the whole tensor; of several, what arrives and leaves, the mean counts."""
+MOE = {"family": "mixtral", "experts": 4, "top_k": 2, "balance": 0.0}
+DEEPSEEK = {
+    "family": "deepseek_v3", "kv_heads": 4, "experts": 6, "top_k": 2, "groups": 3, "top_groups": 2, "first_dense": 1,
+    "q_rank": 16, "kv_rank": 16, "rope_dim": 4, "head_dim": 12, "value_dim": 8, "layers": 4,
+}  # fmt: skip
 
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "shard 2": {"parallel": {"shard": 2}},
@@ -43,7 +51,17 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "shard 2 tensor 2": {"parallel": {"shard": 2, "tensor": 2}},
     "shard 2 pipeline 2": {"parallel": {"shard": 2, "pipeline": 2}},
     "tensor 2 pipeline 2": {"parallel": {"tensor": 2, "pipeline": 2, "shard": 1}},
-}
+    "shard 2, experts": {"parallel": {"shard": 2}, "model": MOE},
+    "shard 2 expert 2": {"parallel": {"shard": 2, "expert": 2}, "model": MOE},
+    "shard 2 expert 2, recomputed": {
+        "parallel": {"shard": 2, "expert": 2}, "model": MOE, "train": {"recompute": "full"},
+    },
+    "shard 4 expert 2": {"parallel": {"shard": 4, "expert": 2}, "model": MOE | {"family": "gpt_oss"}},
+    "replicate 2 shard 2 expert 2": {
+        "parallel": {"replicate": 2, "shard": 2, "expert": 2, "reduce_each": True}, "model": MOE,
+    },
+    "shard 2 expert 2 pipeline 2": {"parallel": {"shard": 2, "expert": 2, "pipeline": 2}, "model": DEEPSEEK},
+}  # fmt: skip
 
 
 class Count(TorchDispatchMode):
@@ -59,9 +77,11 @@ class Count(TorchDispatchMode):
             kind = next((kind for kind in OPERATIONS if name.startswith(kind)), None)
             if kind is not None:
                 group = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.ScriptObject))
-                whole = args[OPERATIONS[kind]]
-                for tensor in whole if isinstance(whole, list | tuple) else [whole]:
-                    self.bytes[kind, dist.ProcessGroup.unbox(group).group_name] += tensor.nbytes
+                for place in (places := OPERATIONS[kind]):
+                    whole = args[place]
+                    for tensor in whole if isinstance(whole, list | tuple) else [whole]:
+                        name = dist.ProcessGroup.unbox(group).group_name
+                        self.bytes[kind, name] += tensor.nbytes / len(places)
         return func(*args, **(kwargs or {}))
 
 
@@ -86,12 +106,14 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     with Count() as count:
         spread.passes(DeviceBatch(rows, rows), SumScale.per_label(1))
         finish_gradients(dict(spread.model.named_parameters()), spread.missing)
-    names = {axis.group.group_name: name for name, axis in world.axes.items() if axis.group is not None}
+    names = {axis.group.group_name: name for name, axis in [*world.axes.items()][::-1] if axis.group is not None}
+    if world.expert_mesh is not None:
+        names |= {world.expert_mesh.get_group(EXPERT_SHARD).group_name: EXPERT_SHARD}
     names |= {group.group_name: "pipeline" for _, group in spread.missing if group.group_name not in names}
-    kinds = {"allgather": "all_gather", "allreduce": "all_reduce"}
+    kinds = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
     moved = Counter[str]()
     for (kind, group), size in count.bytes.items():
-        moved[f"{kinds.get(kind, kind)} {names[group]}"] += size
+        moved[f"{kinds.get(kind, kind)} {'expert' if kind == 'alltoall' else names[group]}"] += size
     return {name: torch.tensor(float(size)) for name, size in moved.items()}
 
 
@@ -124,7 +146,8 @@ def stories(rank: int, workers: int, recipes: dict[str, Recipe]) -> dict[str, to
 
 
 def workers_of(recipe: Recipe) -> int:
-    return prod(recipe.parallel.sizes(1).values())
+    sizes = recipe.parallel.sizes(1)
+    return prod(sizes.values()) // sizes["expert"]
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +174,13 @@ def test_collectives_move_what_the_plan_counts(name: str, moved_by_ranks) -> Non
     recipe = make_recipe(WAYS[name])
     workers = workers_of(recipe)
     settings, each = planned(recipe, workers), workers // recipe.parallel.pipeline
-    for rank, moved in enumerate(moved_by_ranks(workers)):
+    ranks = moved_by_ranks(workers)
+    exchanges = [moved.pop(f"{name}|all_to_all expert", None) for moved in ranks]
+    for rank, moved in enumerate(ranks):
         counted = traffic(recipe.model.architecture(), settings, rank // each)
         truth = {f"{operation} {axis}": size for (operation, axis), size in counted.items()}
+        exchanged = truth.pop("all_to_all expert", 0.0)
         measured = {key.partition("|")[2]: float(size) for key, size in moved.items() if key.startswith(f"{name}|")}
         assert measured == pytest.approx(truth, rel=0.02)
+        stage = [float(size) for size in exchanges[rank // each * each :][:each] if size is not None]
+        assert sum(stage) / each == pytest.approx(exchanged, rel=0.02)  # together: the router's choice is not even

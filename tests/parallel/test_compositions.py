@@ -24,6 +24,23 @@ from processes import run_ranks
 SEQ, VOCABULARY, STEPS, RATE = 16, 99, 2, 0.5
 DECODER = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 64, "vocab_size": VOCABULARY}
 MISTRAL = {"family": "mistral", "window": 5}
+MIXTRAL = {"family": "mixtral", "experts": 4, "top_k": 2, "balance": 0.0}
+QWEN3_MOE = {"family": "qwen3_moe", "experts": 8, "top_k": 3, "balance": 0.0, "dense_layers": (0,)}
+GPT_OSS = {"family": "gpt_oss", "experts": 6, "top_k": 2, "balance": 0.0, "window": 5}
+DEEPSEEK = {
+    "family": "deepseek_v3",
+    "kv_heads": 4,
+    "experts": 6,
+    "top_k": 2,
+    "groups": 3,
+    "top_groups": 2,
+    "first_dense": 1,
+    "q_rank": 16,
+    "kv_rank": 16,
+    "rope_dim": 4,
+    "head_dim": 12,
+    "value_dim": 8,
+}
 EVERYTHING = {"tie_embeddings": False, "qk_norm": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
 
 COMPOSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -37,6 +54,8 @@ COMPOSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "pipeline 2, stages of 2 and 1": ({"pipeline": 2, "shard": 1, "stages": (2, 1)}, EVERYTHING | {"layers": 3}, {}),
     "pipeline 2 interleaved": ({"pipeline": 2, "shard": 1, "schedule": "interleaved"}, {"layers": 4}, {}),
     "shard 2 tensor 2, tied, recomputed": ({"shard": 2, "tensor": 2}, {}, {"recompute": "full"}),
+    "shard 2 expert 2": ({"shard": 2, "expert": 2}, MIXTRAL, {}),
+    "shard 2 expert 2, recomputed": ({"shard": 2, "expert": 2}, DEEPSEEK, {"recompute": "full"}),
     "tensor 2 pipeline 2 zero-bubble": ({"tensor": 2, "pipeline": 2, "shard": 1, "schedule": "zero-bubble"}, {}, {}),
 }
 FOUR = {"layers": 4}
@@ -66,6 +85,17 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "shard 2 tensor 2 pipeline 2 zero-bubble": (
         {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zero-bubble"}, FOUR, {"recompute": "full"},
     ),
+    "shard 2 expert 2, weights kept": ({"shard": 2, "expert": 2, "keep_weights": True}, GPT_OSS, {}),
+    "shard 2 expert 2, selective": ({"shard": 2, "expert": 2}, QWEN3_MOE, {"recompute": "selective"}),
+    "shard 4 expert 2": ({"shard": 4, "expert": 2}, MIXTRAL, {}),
+    "shard 4 expert 4": ({"shard": 4, "expert": 4, "reduce_each": True}, QWEN3_MOE, {"batch": 8}),
+    "shard 4 expert 2, by width": ({"shard": 4, "expert": 2}, GPT_OSS, {}),
+    "replicate 2 shard 2 expert 2": ({"replicate": 2, "shard": 2, "expert": 2}, QWEN3_MOE, {"batch": 8}),
+    "shard 2 expert 2 pipeline 2": ({"shard": 2, "expert": 2, "pipeline": 2}, DEEPSEEK | FOUR, {}),
+    "shard 2 expert 2 pipeline 2 interleaved": (
+        {"shard": 2, "expert": 2, "pipeline": 2, "schedule": "interleaved"}, QWEN3_MOE | FOUR, {"batch": 8},
+    ),
+    "replicate 2 shard 4 expert 2": ({"replicate": 2, "shard": 4, "expert": 2}, MIXTRAL, {"batch": 8}),
 }  # fmt: skip
 
 if outdated_torch() is not None:  # agent/prepare.py refuses these there
@@ -122,6 +152,9 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     spread = parallelize_model(empty_decoder(recipe.model, "meta"), recipe, world)
     for name, parameter in spread.model.named_parameters():
         fill(name, parameter, initial_weight(recipe.model, name, tuple(parameter.shape), 0))
+    for name, buffer in spread.model.named_buffers():
+        if ".balance." in name:
+            buffer.zero_()
     inputs, labels, documents = batch(recipe.train.batch)
     trained = int((labels != -100).sum())
     data, each = world.data, recipe.train.batch // world.data.size

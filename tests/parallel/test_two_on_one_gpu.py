@@ -22,12 +22,14 @@ MESHES = {
     "shard, reduced each": {"shard": 2, "reduce_each": True, "keep_weights": True},
     "replicate": {"replicate": 2, "shard": 1},
     "tensor": {"tensor": 2, "shard": 1},
+    "expert": {"shard": 2, "expert": 2},
 }
 """Not pipelines: gloo sends from and to the CPU's memory only."""
 
 
-def make_recipe(mesh: dict[str, Any] | None, **train: Any) -> Recipe:
-    values: dict[str, Any] = {"model": MODEL, "data": {"path": "-", "seq": SEQ}}
+def make_recipe(mesh: dict[str, Any] | None, experts: bool = False, **train: Any) -> Recipe:
+    mixture = {"family": "mixtral", "experts": 4, "balance": 0.0} if experts else {}
+    values: dict[str, Any] = {"model": MODEL | mixture, "data": {"path": "-", "seq": SEQ}}
     values["train"] = {"batch": ROWS, "microbatch": 1, "compile": False} | train
     return parse_recipe(values | ({"parallel": mesh} if mesh else {}), {}, "test")
 
@@ -76,9 +78,10 @@ def alone(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MESHES)
 def test_two_workers_on_one_gpu_equal_one(name: str, dtype: str, tmp_path) -> None:
-    (truth,) = run_ranks(tmp_path, 1, alone, make_recipe(None, dtype=dtype))
+    experts = "expert" in MESHES[name]
+    (truth,) = run_ranks(tmp_path, 1, alone, make_recipe(None, experts, dtype=dtype))
     bounds = {"float32": (1e-5, 1e-4), "bfloat16": (2e-3, 5e-2)}[dtype]
-    for results in run_ranks(tmp_path, 2, story, make_recipe(MESHES[name], dtype=dtype)):
+    for results in run_ranks(tmp_path, 2, story, make_recipe(MESHES[name], experts, dtype=dtype)):
         for key, value in results.items():
             same = in_truth(key, value, truth)
             difference = float((value - same).norm() / same.norm())

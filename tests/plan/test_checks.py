@@ -150,7 +150,7 @@ def test_held_microbatches_match_the_schedule(schedule, chunks):
         (on_mesh(Mesh(shard=8, pipeline=2)), True),
         (on_mesh(Mesh(replicate=2, shard=2, tensor=2, pipeline=2)), True),
         (on_mesh(Mesh(shard=8, context=2)), False),
-        (on_mesh(Mesh(shard=16, expert=2)), False),
+        (on_mesh(Mesh(shard=16, expert=2)), True),
         (on_mesh(Mesh(shard=16), recompute="selective"), True),
         (on_mesh(Mesh(shard=16), recompute="attention"), False),
         (on_mesh(Mesh(pipeline=16), batch=16), True),

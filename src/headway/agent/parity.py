@@ -38,6 +38,7 @@ from headway.errors import HeadwayError, RunError, UsageError, WorkerError, plur
 from headway.hardware import devices
 from headway.plan.settings import AXES
 from headway.recipe import FaultPlan, Parallel, ParityTrial, Recipe
+from headway.recipe.families.mixtral import MixtureLike
 from headway.state import open_checkpoint, read_box
 from headway.track import read_recipe
 
@@ -104,7 +105,7 @@ def check_parity(
     new folder in which the trials stay.
     """
     assert steps >= 1, "no step, no gradient"
-    recipe = _with_device(resolve_recipe(recipe, root), meshes)
+    recipe = _by_rows(_with_device(resolve_recipe(recipe, root), meshes))
     results = list[MeshParity]()
     with _folder(keep) as folder, _stoppable():
         try:
@@ -162,6 +163,13 @@ def _with_device(recipe: Recipe, meshes: Sequence[Parallel]) -> Recipe:
     too_few = available.kind == "cuda" and most > available.count and recipe.train.device == "auto"
     train = recipe.train.model_copy(update={"device": "cpu" if too_few else available.kind})
     return recipe.model_copy(update={"train": train})
+
+
+def _by_rows(recipe: Recipe) -> Recipe:
+    """A model with an auxiliary loss has one per microbatch: with one row in each they are the same on every mesh."""
+    if not isinstance(recipe.model, MixtureLike) or not recipe.model.balance:
+        return recipe
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"microbatch": 1})})
 
 
 def _prepare_mesh(recipe: Recipe, mesh: Parallel, folder: Path, number: int) -> Attempt:

@@ -79,22 +79,23 @@ class Experts(nn.Module):
         if x_TD.is_meta:  # rows per expert are unknown; only the shape matters
             return torch.empty_like(x_TD)
         x_TD = autocast(x_TD)
-        count = len(self.gate)
-        kernel = self._kernel(x_TD.device, x_TD.dtype)
         expert_N, order_N = chosen_TX.flatten().sort(stable=True)
         back_N = order_N.argsort()
-        numbers_E = torch.arange(count, device=x_TD.device)
-        ends_E = torch.searchsorted(expert_N, numbers_E, right=True, out_int32=True)
-        rows_ND = _Gathered.apply(x_TD, order_N // chosen_TX.shape[1], back_N, chosen_TX.shape[1])
-        if kernel == "grouped":
-            made_ND = self.grouped(rows_ND, ends_E, expert_N)
-        else:
-            made_ND = self.loop(rows_ND, ends_E)
-        made_TXD = _Gathered.apply(made_ND, back_N, order_N, 1).unflatten(0, chosen_TX.shape)
+        rows_ND = gather_rows(x_TD, order_N // chosen_TX.shape[1], back_N, chosen_TX.shape[1])
+        made_ND = self.compute(rows_ND, expert_N)
+        made_TXD = gather_rows(made_ND, back_N, order_N).unflatten(0, chosen_TX.shape)
         if self.exact:
             return _summed(made_TXD * weights_TX.unsqueeze(-1)).to(made_TXD.dtype)
         with torch.autocast(x_TD.device.type, enabled=False):  # on GPUs it would sum a float32 copy
             return (made_TXD * weights_TX.unsqueeze(-1).to(made_TXD.dtype)).sum(dim=1)
+
+    def compute(self, rows_ND: Tensor, expert_N: Tensor) -> Tensor:
+        """Apply to each row its expert, by number; rows are sorted by expert."""
+        numbers_E = torch.arange(len(self.gate), device=rows_ND.device)
+        ends_E = torch.searchsorted(expert_N, numbers_E, right=True, out_int32=True)
+        if len(rows_ND) and self._kernel(rows_ND.device, rows_ND.dtype) == "grouped":
+            return self.grouped(rows_ND, ends_E, expert_N)
+        return self.loop(rows_ND, ends_E)
 
     def _kernel(self, device: torch.device, dtype: torch.dtype) -> str:
         _, hidden, dim = self.gate.shape
@@ -116,7 +117,7 @@ class Experts(nn.Module):
         biases = [self._biases(name, len(sizes)) for name in ("gate_bias", "up_bias", "down_bias")]
         outputs, linear = [], batch_invariant.linear if self.exact else nn.functional.linear
         for e, rows in enumerate(rows_ND.split(sizes)):
-            if len(rows):
+            if len(rows) or not len(rows_ND):  # without any rows, the weights still get gradients: zeros
                 gate = linear(rows, gates[e], biases[0][e])
                 up = linear(rows, ups[e], biases[1][e])
                 outputs.append(linear(self.activation(gate, up), downs[e], biases[2][e]))
@@ -148,9 +149,15 @@ def _summed(made_TXD: Tensor) -> Tensor:
     return sum(others, first_TD)
 
 
-class _Gathered(torch.autograd.Function):
+def gather_rows(rows: Tensor, numbers: Tensor, back: Tensor, times: int = 1) -> Tensor:
     """Gather rows by index, each `times` times. The backward pass is a gather too: `back` has the positions of each
     row's copies, so that no two threads add to one number."""
+    gathered: Tensor = _Gathered.apply(rows, numbers, back, times)
+    return gathered
+
+
+class _Gathered(torch.autograd.Function):
+    """See `gather_rows`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, numbers: Tensor, back: Tensor, times: int) -> Tensor:

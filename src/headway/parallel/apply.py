@@ -2,6 +2,7 @@
 
     split      this worker's stages of the model                    pipeline.py
     split      each matrix over the tensor axis                     tensor.py, vocab_parallel.py
+    share      experts over their axis                              expert.py
     recompute  activations of blocks                                recompute.py
     compile    each block
     shard      parameters over the data axes                        shard.py
@@ -25,6 +26,7 @@ from headway.models import Decoder
 from headway.models.diffusion import Conditioning, DiffusionTransformer, TextStates
 from headway.models.experts import set_loss_scale
 from headway.parallel.collectives import whole
+from headway.parallel.expert import share_experts
 from headway.parallel.gradients import Missing
 from headway.parallel.layout import (
     TensorCuts,
@@ -240,6 +242,10 @@ def parallelize_model(
             partial_sums = frozenset(name for name in partial_sums if "norm" not in name)
         missing += ((partial_sums, tensor.group),)
         vocabulary = _shared_vocabulary(stages.model, cuts)
+
+    # experts, over their axis
+    if world.expert_mesh is not None:
+        share_experts(stages.model, world.expert_mesh["expert"], world.axis("expert"))
 
     for stage in stages.stages:
         _set_forward(stage, recipe, world, cuts, vocabulary, head)

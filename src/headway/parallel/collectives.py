@@ -5,11 +5,13 @@
     summed     all-reduce                 backward: identity
     copied     identity                   backward: all-reduce
     whole      all-gather                 backward: this worker's share
+    exchanged  all-to-all of rows         backward: all-to-all the other way
 
 `whole` is for what all workers then compute alike. Shares are equal parts of one dim. A tensor that a worker holds
 whole is the same on all workers of the group.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,6 +47,18 @@ def whole(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return all shares of a tensor, by rank, for a result that all workers compute: its gradient is not summed."""
     full: Tensor = _Whole.apply(x, dim, group)
     return full
+
+
+def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Return the rows that workers have for this one, by rank: `sent` of `rows` go to each, `received` come."""
+    arrived: Tensor = _Exchanged.apply(rows, sent, received, group)
+    return arrived
+
+
+def _exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=group)
+    return arrived
 
 
 def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -86,6 +100,19 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient.chunk(ctx.group.size(), dim=ctx.dim)[ctx.group.rank()], None, None
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 class _Scattered(torch.autograd.Function):

@@ -1,37 +1,57 @@
 """The data axes, by FSDP2: sharded and replicated weights, gradients and optimizer states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
-from headway.parallel.world import World
+from headway.models.experts import Experts
+from headway.parallel.expert import experts_of
+from headway.parallel.local_part import to_local
+from headway.parallel.world import EXPERT_SHARD, World
 
 
 def shard(model: nn.Module, blocks: Sequence[nn.Module], world: World, dtype: str, keep_weights: bool) -> None:
-    """Shard a model over the data axes, by blocks; everything outside of blocks is one more unit."""
+    """Shard a model over the data axes, by blocks; everything outside of blocks is one more unit, and so are the
+    experts of a block if there is an axis of experts."""
     assert world.mesh is not None, "data axes need a mesh"
-    copies = world.axis("replicate").size > 1
-    mesh = world.mesh["replicate", "shard"] if copies else world.mesh["shard"]
+    copies = ("replicate",) if world.axis("replicate").size > 1 else ()
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # A model takes tokens, or a stream that has this precision; an objective's columns must keep theirs.
     outside = replace(policy, cast_forward_inputs=False)
-    for module in (*blocks, model):
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": outside if module is model else policy}
-        if module is not model:
-            options["reshard_after_forward"] = not keep_weights
-        sharded = fully_shard(module, **options)
-        # The loss is already divided by the tokens of all workers, so gradients are summed, never averaged.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+    parts = {id(block): experts_of(block) if world.expert_mesh is not None else [] for block in blocks}
+    for experts in chain.from_iterable(parts.values()):
+        assert world.expert_mesh is not None
+        mesh = world.expert_mesh[(*copies, EXPERT_SHARD)]
+        placement = _placement_of(experts, mesh.size(-1))
+        options: dict[str, Any] = {"mp_policy": outside, "reshard_after_forward": not keep_weights}
+        _shard(experts, mesh=mesh, shard_placement_fn=placement, **options)
+    mesh = world.mesh[(*copies, "shard")]
+    for block in blocks:
+        _shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_weights)
+    _shard(model, mesh=mesh, mp_policy=outside)
     for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        block.set_modules_to_forward_prefetch([following, *parts[id(following)]])  # type: ignore[operator]
+
+
+def _shard(module: nn.Module, **options: Any) -> None:
+    sharded = fully_shard(module, **options)
+    # The loss is already divided by the tokens of all workers, so gradients are summed, never averaged.
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _placement_of(experts: Experts, workers: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Shard a worker's experts over others that have the same ones: by expert, or each if there are fewer."""
+    own = len(to_local(experts.gate))
+    return lambda _: Shard(1) if own % workers else None
 
 
 def hold_gradients(model: nn.Module, last: bool, copies: bool, reduce_each: bool) -> None:

@@ -12,20 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from headway.models.layers import RMSNorm
 from headway.parallel.collectives import copied, gathered, scattered, summed
 from headway.parallel.layout import Cut, TensorCuts
-from headway.parallel.local_part import to_local
+from headway.parallel.local_part import Forward, local_values, on_local, placed, share_of, to_local
 from headway.parallel.pipeline import PassThrough
 from headway.parallel.world import Axis
 from headway.recipe.lora import A, B
 
 SEQUENCE = 1
 """The token dim of a stream [B, L, D]."""
-
-Forward = Callable[..., Tensor]
 
 
 def cut_tensors(model: nn.Module, cuts: TensorCuts, mesh: DeviceMesh, axis: Axis) -> frozenset[str]:
@@ -39,7 +37,7 @@ def cut_tensors(model: nn.Module, cuts: TensorCuts, mesh: DeviceMesh, axis: Axis
             if parameter is None:
                 continue
             if id(parameter) not in replaced:
-                replaced[id(parameter)] = _placed(parameter, _placement(cut, key), mesh, axis)
+                replaced[id(parameter)] = placed(parameter, _placement(cut, key), mesh, axis)
             module._parameters[key] = replaced[id(parameter)]
             if _is_partial(cut, key, cuts):
                 partial_sums.add(f"{name}.{key}")
@@ -48,12 +46,6 @@ def cut_tensors(model: nn.Module, cuts: TensorCuts, mesh: DeviceMesh, axis: Axis
         if name in modules and hasattr(modules[name], attribute):  # else it is another stage's
             setattr(modules[name], attribute, getattr(modules[name], attribute) // axis.size)
     return frozenset(partial_sums)
-
-
-def share_of(length: int, axis: Axis) -> tuple[int, int]:
-    """Return the begin and end of this worker's share of a split dim; the last shares may be smaller."""
-    each = -(-length // axis.size)
-    return min(each * axis.rank, length), min(each * (axis.rank + 1), length)
 
 
 def _cut_of(name: str, cuts: TensorCuts) -> Cut | None:
@@ -79,17 +71,6 @@ def _is_partial(cut: Cut | None, key: str, cuts: TensorCuts) -> bool:
     return (cut, key) in (("columns", A), ("rows", B)) or (cut == "rows" and key == "bias" and cuts.by_sequence)
 
 
-def _placed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh, axis: Axis) -> nn.Parameter:
-    local = parameter.detach()
-    if isinstance(placement, Shard):
-        begin, end = share_of(parameter.shape[placement.dim], axis)
-        local = local.narrow(placement.dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
-    tensor = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-
-
 # -- collectives before and after a module
 
 
@@ -98,11 +79,11 @@ def _cut_forward(module: nn.Module, name: str, cut: Cut | None, cuts: TensorCuts
     computes = any(True for _ in module.parameters(recurse=False)) or name in cuts.whole
     if not computes or isinstance(module, PassThrough):
         return
-    local_parameters = partial(_own_head, cuts.key_heads, axis) if cut == "keys" else _local
-    forward: Forward = partial(_on_local, module, module.forward, local_parameters)
+    values = partial(_own_head, cuts.key_heads, axis) if cut == "keys" else local_values
+    forward: Forward = partial(on_local, module, module.forward, values)
     if cut == "features":
         assert isinstance(module, RMSNorm), "other norms need other statistics"
-        forward = partial(_on_local, module, partial(_norm_of_share, module, axis), _local)
+        forward = partial(on_local, module, partial(_norm_of_share, module, axis), local_values)
     elif cut == "rows":
         forward = partial(_rows, module, module.forward, _leave(cuts, axis))
     elif cut == "vocabulary" and isinstance(module, nn.Embedding):
@@ -133,9 +114,9 @@ def _rows(module: nn.Module, plain: Forward, leave: Callable[[Tensor], Tensor], 
     bias = module._parameters.get("bias")
 
     def without_bias(parameters: dict[str, Any]) -> dict[str, Any]:
-        return {**_local(parameters), **({} if bias is None else {"bias": None})}
+        return {**local_values(parameters), **({} if bias is None else {"bias": None})}
 
-    y = leave(_on_local(module, plain, without_bias, x))
+    y = leave(on_local(module, plain, without_bias, x))
     return y if bias is None else y + to_local(bias)
 
 
@@ -158,30 +139,8 @@ def _embed(
     return leave(embedded.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-def _on_local(
-    module: nn.Module,
-    plain: Forward,
-    local_parameters: Callable[[dict[str, Any]], dict[str, Any]],
-    *args: Any,
-    **named: Any,
-) -> Tensor:
-    """Run a module's own forward on its local parameters."""
-    parameters = dict(module._parameters)
-    module._parameters.update(local_parameters(parameters))
-    try:
-        return plain(*args, **named)
-    finally:
-        module._parameters.update(parameters)
-
-
-def _local(parameters: dict[str, Any]) -> dict[str, Any]:
-    # The gradient of a replicated parameter may be partial: `finish_gradients` reduces those once per step, and
-    # autograd takes them for complete.
-    return {key: None if parameter is None else to_local(parameter) for key, parameter in parameters.items()}
-
-
 def _own_head(heads: int, axis: Axis, parameters: dict[str, Any]) -> dict[str, Any]:
     """Return, of a projection to fewer heads than workers, the one head that this worker's queries use."""
     which = axis.rank // (axis.size // heads)
-    local = {key: tensor for key, tensor in _local(parameters).items() if tensor is not None}
+    local = {key: tensor for key, tensor in local_values(parameters).items() if tensor is not None}
     return {key: tensor if key == A else tensor.unflatten(0, (heads, -1))[which] for key, tensor in local.items()}

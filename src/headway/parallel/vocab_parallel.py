@@ -16,8 +16,8 @@ from headway.models.entropy import logprobs_and_entropy
 from headway.models.loss import IGNORED, autocast, chunk_rows
 from headway.models.top_k import VocabularyShare, capped_scores, logprobs_among, top_k_logprobs
 from headway.parallel.collectives import copied, gathered
-from headway.parallel.local_part import to_local
-from headway.parallel.tensor import SEQUENCE, share_of
+from headway.parallel.local_part import share_of, to_local
+from headway.parallel.tensor import SEQUENCE
 from headway.parallel.world import Axis
 
 

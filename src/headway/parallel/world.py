@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headway.recipe import Assignment
 
+EXPERT_SHARD = "expert shard"
+"""Workers of the shard axis that have the same experts, which are sharded over them."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -37,6 +40,8 @@ class World:
     mesh: DeviceMesh | None = None
     """Mesh of the axes larger than 1; None for a single worker."""
     axes: Mapping[str, Axis] = field(default_factory=dict)
+    expert_mesh: DeviceMesh | None = None
+    """The mesh with its shard axis as two, EXPERT_SHARD and expert; None without an axis of experts."""
 
     @property
     def first(self) -> bool:
@@ -140,9 +145,15 @@ def make_mesh(rank: int, workers: int, device: torch.device, sizes: Mapping[str,
     """Arrange joined workers as a mesh."""
     # FSDP2 needs a shard axis with every replicate axis, even of size 1.
     named = {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and sizes["replicate"] > 1)}
+    expert = named.pop("expert", 1)
     mesh = init_device_mesh(device.type, tuple(named.values()), mesh_dim_names=tuple(named))
     axes = {name: Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) for name, size in named.items()}
-    return World(rank=rank, size=workers, device=device, mesh=mesh, axes=axes)
+    within = None
+    if expert > 1:
+        parts = (named["shard"] // expert, expert)
+        within = mesh._unflatten("shard", parts, (EXPERT_SHARD, "expert"))
+        axes["expert"] = Axis(expert, within.get_local_rank("expert"), within.get_group("expert"))
+    return World(rank=rank, size=workers, device=device, mesh=mesh, axes=axes, expert_mesh=within)
 
 
 def leave(world: World) -> None:

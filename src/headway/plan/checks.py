@@ -98,6 +98,9 @@ def _experts(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
     if arch.experts.count % size:
         sizes = ", ".join(map(str, divisors(arch.experts.count)))
         yield f"expert {size} does not divide {arch.experts.count} experts", f"expert may be {sizes}"
+    if settings.software.is_headway:
+        yield from _sharded_experts(arch, settings)
+        return
     sharded = settings.zero > 0
     across = (mesh.shard if sharded else mesh.data) * mesh.context * mesh.tensor
     if across % size:
@@ -106,6 +109,23 @@ def _experts(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
         yield (
             f"expert {size} does not divide {across} devices ({data} x context {mesh.context} x tensor {mesh.tensor})",
             f"expert may be {sizes}",
+        )
+
+
+def _sharded_experts(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
+    """What Headway's trainer needs: an axis within shard, whose parts share out experts evenly, or each expert."""
+    experts, shard, size = arch.experts, settings.mesh.shard, settings.mesh.expert
+    assert experts is not None, "a dense model has no experts"
+    if shard % size:
+        sizes = ", ".join(map(str, divisors(shard, experts.count)))
+        yield f"expert {size} does not divide shard {shard}, which it is a part of", f"expert may be {sizes}"
+        return
+    own, sharers = experts.count // size, shard // size
+    if own % sharers and (experts.hidden % sharers or arch.dim % sharers):
+        yield (
+            f"expert {size} leaves {own} experts to each {sharers} workers, which divide neither them nor their sizes "
+            f"({arch.dim}, {experts.hidden})",
+            f"use a shard axis of {size} to {size * own} workers that divide them, and replicate 2 or more",
         )
 
 

@@ -1,14 +1,17 @@
-"""Exact number of parameters per rank under Headway's trainer, for dense decoders.
+"""Exact number of parameters per rank under Headway's trainer.
 
 The tensor axis splits matrices. Norms, biases of row-parallel matrices, and key-value heads if there are fewer than
 ranks are replicated, and their gradients are reduced once per step. The first pipeline stage has the embedding, the
 last the final norm and head; a tied table is on both.
 """
 
+from itertools import accumulate
+
 from headway.plan import diffusion
 from headway.plan.architecture import Architecture
+from headway.plan.flops import layer_parameters, routed_parameters
 from headway.plan.settings import Settings
-from headway.plan.stages import blocks_of_ranks
+from headway.plan.stages import blocks_of_ranks, stage_counts
 
 
 def is_exact(arch: Architecture, settings: Settings) -> bool:
@@ -21,8 +24,36 @@ def worker_blocks(arch: Architecture, settings: Settings, rank: int) -> int:
     return blocks_of_ranks(arch.layers, settings)[rank]
 
 
+def mixture_blocks(arch: Architecture, settings: Settings, rank: int) -> int:
+    """Blocks of a pipeline rank with experts."""
+    if arch.experts is None:
+        return 0
+    ends = list(accumulate(stage_counts(arch.layers, settings)))
+    stages = list(zip([0, *ends], ends, strict=False))[rank :: settings.mesh.pipeline]
+    return sum(end - max(begin, min(arch.experts.dense_layers, end)) for begin, end in stages)
+
+
+def expert_parameters(arch: Architecture) -> int:
+    """Parameters of a layer's routed experts, biases included."""
+    experts = arch.experts
+    if experts is None:
+        return 0
+    biases = experts.count * (2 * experts.hidden + arch.dim) if experts.bias else 0
+    return routed_parameters(arch) + biases
+
+
+def shared_parameters(arch: Architecture, settings: Settings, rank: int) -> int:
+    """Parameters of all blocks of a pipeline rank, per tensor rank, without routed experts."""
+    blocks, mixtures = worker_blocks(arch, settings, rank), mixture_blocks(arch, settings, rank)
+    if arch.experts is None and arch.latent is None:
+        return blocks * block_parameters(arch, settings.mesh.tensor)
+    assert settings.mesh.tensor == 1, "experts and latent attention are not split"
+    beside = layer_parameters(arch, True) - expert_parameters(arch) if mixtures else 0
+    return mixtures * beside + (blocks - mixtures) * layer_parameters(arch, False)
+
+
 def block_parameters(arch: Architecture, tensor: int) -> int:
-    """Parameters of a block per tensor rank."""
+    """Parameters of a dense block per tensor rank."""
     if arch.diffusion is not None:
         share, whole = diffusion.layer_counts(arch)
         return share // tensor + whole

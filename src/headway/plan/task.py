@@ -73,7 +73,7 @@ def schedule_conflict(settings: Settings) -> str | None:
 
 
 RUNNABLE = TrainerLimits(
-    axes=("replicate", "shard", "tensor", "pipeline"),
+    axes=("replicate", "shard", "tensor", "pipeline", "expert"),
     zero=(3,),
     recompute=("none", "selective", "full"),
     precisions=("bf16", "fp32"),

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 from headway.plan.architecture import Architecture, DiffusionShape
 from headway.plan.rank_share import (
-    block_parameters,
+    expert_parameters,
     is_exact,
+    mixture_blocks,
     rest_parameters,
+    shared_parameters,
     summed_parameters,
     table_parameters,
     worker_blocks,
@@ -19,18 +21,22 @@ from headway.plan.rank_share import (
 from headway.plan.settings import Settings
 
 Kind = tuple[str, str]
-"""A collective (all_gather, reduce_scatter, all_reduce, send) and its mesh axis."""
+"""A collective (all_gather, reduce_scatter, all_reduce, all_to_all, send) and its mesh axis; `expert shard` are the
+workers of the shard axis that have the same experts."""
 STATISTICS_BYTES = 12
 """Per token of a vocabulary-parallel loss: largest logit, sum of exponentials and the label's logit, in float32."""
+COUNT_BYTES = 8
+"""Per expert and pass: the number of rows that a worker sends to it."""
 F32 = 4
 
 
 def traffic(arch: Architecture, settings: Settings, rank: int = 0) -> dict[Kind, float]:
     """Bytes per step by collective and axis, of a worker on a pipeline rank."""
-    assert is_exact(arch, settings), "only the communication of Headway's trainer is exact"
+    known = is_exact(arch, settings) or (settings.software.is_headway and settings.mesh.tensor == 1)
+    assert known, "only the communication of Headway's trainer is exact"
     total: dict[Kind, float] = defaultdict(float)
-    for part in (_tensor(arch, settings, rank), _data(arch, settings, rank), _pipeline(arch, settings, rank)):
-        for kind, size in part:
+    for part in (_tensor, _experts, _data, _pipeline):
+        for kind, size in part(arch, settings, rank):
             total[kind] += size
     return {kind: size for kind, size in total.items() if size}
 
@@ -86,20 +92,40 @@ def summed_bytes(arch: Architecture, settings: Settings, rank: int) -> float:
     return F32 * count / mesh.shard
 
 
+def _experts(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[Kind, float]]:
+    """Rows sent to experts and back, and their gradients: on average over workers, since routing is rarely even."""
+    mesh, experts = settings.mesh, arch.experts
+    if mesh.expert == 1 or experts is None:
+        return
+    blocks = mixture_blocks(arch, settings, rank)
+    passes = blocks + min(blocks, _recomputed(settings, worker_blocks(arch, settings, rank)))
+    rows = settings.shape.tokens * experts.top_k * arch.dim * settings.shape.width
+    sent = 2 * (passes + blocks) * rows + passes * COUNT_BYTES * experts.count
+    yield ("all_to_all", "expert"), settings.microbatches * sent
+
+
 def _data(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[Kind, float]]:
-    """Gathered weights, and gradients reduced once per step."""
+    """Gathered weights, and gradients reduced once per step: of experts over the workers that have the same ones."""
     mesh = settings.mesh
-    blocks = worker_blocks(arch, settings, rank) * block_parameters(arch, mesh.tensor)
+    dense = shared_parameters(arch, settings, rank)
+    experts = mixture_blocks(arch, settings, rank) * expert_parameters(arch)
     rest = rest_parameters(arch, settings, rank)
-    if mesh.shard > 1:
-        # without a pipeline in every microbatch: blocks for both passes, the rest once
-        runs = settings.microbatches if mesh.pipeline == 1 else 1
-        passes = 1 if settings.keeps_weights or mesh.pipeline > 1 else 2
-        yield ("all_gather", "shard"), settings.shape.width * runs * (passes * blocks + rest)
-        sums = runs if settings.reduces_each else 1
-        yield ("reduce_scatter", "shard"), F32 * sums * (blocks + rest)
-    if mesh.replicate > 1:
-        yield ("all_reduce", "replicate"), F32 * (blocks + rest) / mesh.shard
+    parts: list[tuple[str, int, float, int]]
+    if mesh.expert == 1:
+        parts = [("shard", mesh.shard, dense + experts, rest)]
+    else:
+        own = experts / mesh.expert
+        parts = [("shard", mesh.shard, dense, rest), ("expert shard", mesh.shard // mesh.expert, own, 0)]
+    for axis, size, blocks, outside in parts:
+        if size > 1:
+            # without a pipeline in every microbatch: blocks for both passes, the rest once
+            runs = settings.microbatches if mesh.pipeline == 1 else 1
+            passes = 1 if settings.keeps_weights or mesh.pipeline > 1 else 2
+            yield ("all_gather", axis), settings.shape.width * runs * (passes * blocks + outside)
+            sums = runs if settings.reduces_each else 1
+            yield ("reduce_scatter", axis), F32 * sums * (blocks + outside)
+        if mesh.replicate > 1:
+            yield ("all_reduce", "replicate"), F32 * (blocks + outside) / size
 
 
 def _pipeline(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[Kind, float]]:

@@ -63,10 +63,11 @@ class Parallel(Section):
         return values
 
     def sizes(self, workers: int) -> dict[str, int]:
-        """Return the size of each axis for a number of workers."""
+        """Return the size of each axis for a number of workers; that of `expert` lies within `shard`."""
         given = {axis: getattr(self, axis) for axis in ("pipeline", "replicate", "shard", "context", "tensor")}
         others = math.prod(size for size in given.values() if size is not None)
-        return {axis: workers // others if size is None else size for axis, size in given.items()}
+        sizes = {axis: workers // others if size is None else size for axis, size in given.items()}
+        return sizes | {"expert": self.expert}
 
 
 class Eval(Section):

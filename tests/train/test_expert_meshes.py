@@ -1,0 +1,102 @@
+"""Whole runs on the axis of experts: one worker's losses, under every optimizer; states that other meshes take over; and
+the bits of an uninterrupted run after a kill."""
+
+from typing import Any
+
+import pytest
+
+from headway.errors import RecipeError
+from headway.recipe import FaultPlan
+from headway.state import find_checkpoint, open_checkpoint
+
+SLOW = pytest.mark.slow
+MODEL = {
+    "model.family": "mixtral", "model.hidden": 32, "model.experts": 4, "model.balance": 0.0,
+    "train.batch": 8, "train.steps": 3,
+}  # fmt: skip
+MESHES: dict[str, dict[str, Any]] = {
+    "shard 2 expert 2": {"shard": 2, "expert": 2},
+    "shard 4 expert 2": {"shard": 4, "expert": 2},
+    "replicate 2 shard 2 expert 2": {"replicate": 2, "shard": 2, "expert": 2},
+    "shard 2 expert 2 pipeline 2": {"shard": 2, "expert": 2, "pipeline": 2},
+}
+
+
+def on(mesh: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    return MODEL | settings | {f"parallel.{key}": value for key, value in mesh.items()}
+
+
+def losses(result) -> list[float]:
+    assert result.outcome.state == "finished", result.outcome
+    return [event["loss"] for event in result.events("step")]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("shard 2 expert 2", "adamw"),
+        ("shard 4 expert 2", "adamw"),
+        ("shard 4 expert 2", "adamw-8bit"),
+        ("shard 4 expert 2", "adafactor"),
+        ("shard 4 expert 2", "muon"),
+        ("shard 2 expert 2 pipeline 2", "muon"),
+    ],
+)
+@SLOW
+def test_run_has_the_losses_of_one_worker(lab, recipe, name: str, optimizer: str) -> None:
+    settings = {"train.optimizer": optimizer}
+    alone = losses(lab.train(recipe(MODEL | settings), workers=1))
+    assert losses(lab.train(recipe(on(MESHES[name], **settings)), workers=None)) == pytest.approx(alone, rel=1e-4)
+
+
+@SLOW
+def test_state_moves_between_meshes(lab, recipe) -> None:
+    settings = {"train.schedule": "constant"}
+    result = lab.train(recipe(on(MESHES["shard 4 expert 2"], **settings, **{"train.steps": 2})), workers=None)
+    plain = {"replicate": 1, "shard": 1, "pipeline": 1, "expert": 1}
+    path = ({"pipeline": 2}, {"shard": 2, "expert": 2}, {}, {"replicate": 2, "shard": 2, "expert": 2})
+    for steps, mesh in enumerate(path, 3):
+        changes = [f"parallel.{key}={value}" for key, value in (plain | mesh).items()]
+        result = lab.resume(result.run, f"train.steps={steps}", *changes)
+        assert result.outcome.state == "finished", result.outcome
+        assert result.events("resumed")[-1]["step"] == steps - 1
+    alone = lab.train(recipe(MODEL | settings | {"train.steps": 6}), workers=1)
+    assert losses(result) == pytest.approx(losses(alone), rel=1e-4)
+
+
+@SLOW
+def test_each_worker_stores_its_experts_alone(lab, recipe) -> None:
+    result = lab.train(recipe(on(MESHES["shard 4 expert 2"])), workers=None)
+    assert result.outcome.state == "finished", result.outcome
+    folder = find_checkpoint(result.run.checkpoints)
+    sizes = [(folder / name).stat().st_size for name in open_checkpoint(folder).manifest.files]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+@pytest.mark.parametrize("stage", ["compute", "optimizer"])
+@SLOW
+def test_killed_run_ends_with_the_same_bits(lab, recipe, stage: str) -> None:
+    settings = on(MESHES["shard 2 expert 2"], **{"train.steps": 6, "checkpoint.every_steps": 2})
+    unharmed = lab.train(recipe(settings), workers=None)
+    killed = lab.train(recipe(settings), workers=None, faults=FaultPlan().kill(5, 1, stage))
+    resumed = killed if killed.outcome.state == "finished" else lab.resume(killed.run)
+    assert resumed.outcome.state == "finished", resumed.outcome
+    assert (resumed.chain, resumed.digest) == (unharmed.chain, unharmed.digest)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message", "hint"),
+    [
+        ({"parallel.shard": 2, "parallel.expert": 3}, "expert 3 does not divide 4 experts", "1, 2, 4"),
+        ({"parallel.shard": 2, "parallel.expert": 4}, "expert 4 does not divide shard 2", "1, 2"),
+        ({"parallel.shard": 1, "parallel.replicate": 2, "parallel.expert": 2}, "does not divide shard 1", "may be 1"),
+        ({"parallel.shard": 8, "parallel.expert": 4, "model.experts": 12, "model.hidden": 33, "model.dim": 36},
+         "leaves 3 experts to each 2 workers", "replicate"),
+        ({"parallel.shard": 2, "parallel.expert": 2, "parallel.tensor": 2}, "mixtral has no tensor axis", "shard"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_divide_are_refused(lab, recipe, settings, message: str, hint: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        lab.train(recipe(MODEL | settings), workers=None)
+    assert hint in (caught.value.hint or "")
