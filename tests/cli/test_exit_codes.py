@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.agent.launch.prepare import resolve_recipe
+from headway.agent.launch.resolve import resolve_recipe
 from headway.cli.main import main
 from headway.data import BuildOptions, build_dataset
 from headway.recipe import to_toml

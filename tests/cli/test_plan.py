@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from headway.agent.launch import prepare
+from headway.agent.launch import resolve
 from headway.cli import plan as verb
 from headway.cli.accuracy_view import short_source
 from headway.cli.plan_view import ERRORS
@@ -167,13 +167,13 @@ def test_reason_is_given_if_no_plan_can_run() -> None:
     """A sequence of a million tokens that nobody shares: 80 layers' inputs alone are 160 GB over eight devices."""
     long = ("--set", "data.seq=1048576", "--set", "train.batch=8")
     shown = " ".join(text(str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x32", *long).split())
-    assert "the trainer supports replicate, shard, tensor and pipeline axes; none of their plans fits here" in shown
+    assert "the trainer supports replicate, shard, tensor, pipeline and expert axes; none of their plans fits here" in shown
     assert "headway train" not in shown
 
 
 def test_mesh_that_the_trainer_cannot_run_is_reported() -> None:
     shown = " ".join(text(LLAMA, "--on", "h100x8x4", "--mesh", "shard=8,context=4").split())
-    assert "the trainer cannot run this plan: it supports replicate, shard, tensor and pipeline axes" in shown
+    assert "the trainer cannot run this plan: it supports replicate, shard, tensor, pipeline and expert axes" in shown
 
 
 def test_a_mesh_is_the_only_one() -> None:
@@ -214,7 +214,7 @@ def test_vocabulary_of_a_built_dataset_is_used(dataset: Path) -> None:
     result = call(str(RECIPES / "demo.toml"), "--on", "cpu", "--json", "--set", f"data.path={dataset}")
     assert json.loads(result.stdout)["model"]["vocab"] == 320
     assert not result.stderr
-    assert verb.VOCABULARY_MULTIPLE == prepare.VOCABULARY_MULTIPLE
+    assert verb.VOCABULARY_MULTIPLE == resolve.VOCABULARY_MULTIPLE
 
 
 def test_default_cluster_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

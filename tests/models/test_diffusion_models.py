@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from headway.agent.launch.prepare import resolve_model
+from headway.agent.launch.resolve import resolve_model
 from headway.errors import ModelError
 from headway.models import init_weights, load_into, write_folder
 from headway.models.diffusion import Conditioning, TextStates, dropped, empty_transformer, null_conditioning

@@ -12,7 +12,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from headway.agent import resume_run
-from headway.agent.launch.prepare import resolve_model
+from headway.agent.launch.resolve import resolve_model
 from headway.cli.checkpoint import app
 from headway.errors import ModelError, RunError
 from headway.inference.sample import SampleRequest, sample

@@ -3,7 +3,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from headway.agent.launch.prepare import recipe_of_checkpoint
+from headway.agent.launch.branch import recipe_of_checkpoint
 from headway.recipe import Recipe, with_settings
 from headway.recipe.upgrade import upgrade_recipe
 from headway.track import RunFolder, read_recipe
@@ -41,7 +41,7 @@ def test_checkpoint_recipe_is_upgraded(monkeypatch):
         class manifest:  # noqa: N801
             recipe = OLD
 
-    monkeypatch.setattr("headway.agent.launch.prepare.open_address", lambda address: Opened)
+    monkeypatch.setattr("headway.agent.launch.branch.open_address", lambda address: Opened)
     assert recipe_of_checkpoint("anywhere").data.within_documents is False
 
 

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load, save
 from typer.testing import CliRunner
 
-from headway.agent.launch.prepare import resolve_model
+from headway.agent.launch.resolve import resolve_model
 from headway.cli.checkpoint import app as checkpoint_app
 from headway.cli.model_process import model_of
 from headway.data import BuildOptions, build_dataset

@@ -109,7 +109,7 @@ def test_another_run_of_the_same_name_is_not_meant(tmp_path: Path) -> None:
 
 
 def test_every_way_to_name_a_model_takes_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.agent.launch.prepare import checkpoint_of
+    from headway.agent.launch.branch import checkpoint_of
     from headway.cli.checkpoint import _find_checkpoint
     from headway.cli.model_process import adapters_of, model_of
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chat_models import CHATML, byte_tokenizer, write_model_folder
-from headway.agent.launch.prepare import resolve_recipe
+from headway.agent.launch.resolve import resolve_recipe
 from headway.data.chat_build import ChatOptions, build_chat_dataset
 from headway.data.corpus import open_corpus
 from headway.data.loader import Batch

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from headway.agent.attempt import Attempt
 from headway.agent.launch.mesh_checks import count_workers, default_workers
-from headway.agent.launch.prepare import new_run, resolve_recipe
+from headway.agent.launch.prepare import new_run
+from headway.agent.launch.resolve import resolve_recipe
 from headway.agent.parity_compare import (
     TOLERANCES,
     ModuleSums,

@@ -72,7 +72,7 @@ def plan(
     """Find the fastest plan of a recipe on devices such as h100x8x4: 4 nodes of 8; `price` is per GPU-hour."""
     loaded = recipe_of(recipe, set)
     if loaded.model.init is not None:
-        from headway.agent.launch.prepare import resolve_model  # takes 0.35 s
+        from headway.agent.launch.resolve import resolve_model  # takes 0.35 s
 
         loaded = loaded.model_copy(update={"model": resolve_model(loaded.model, runs_root(None))})
     elif loaded.model.class_ is None and loaded.model.vocab_size is None:

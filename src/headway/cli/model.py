@@ -229,7 +229,7 @@ def _of_recipe(what: str, file: Path, runs: Path | None, settings: list[str]) ->
     recipe = load_recipe(file, settings)
     model, notes = recipe.model, tuple[str, ...]()
     if model.init is not None:
-        from headway.agent.launch.prepare import resolve_model  # takes 0.35 s, and few recipes have model.init
+        from headway.agent.launch.resolve import resolve_model  # takes 0.35 s, and few recipes have model.init
 
         model = resolve_model(model, runs_root(runs))
     if isinstance(model, DiffusionModel):

@@ -372,7 +372,8 @@ def _resolved(recipe: Recipe) -> Recipe:
     """Return the recipe with the model's shape and vocabulary, as `headway train` resolves them."""
     model = recipe.model
     if model.init is not None:
-        from headway.agent.launch.prepare import new_positions, resolve_model  # 0.35 s, and few recipes have model.init
+        from headway.agent.launch.prepare import new_positions  # 0.35 s, and few recipes have model.init
+        from headway.agent.launch.resolve import resolve_model
 
         model = resolve_model(model, runs_root(None))
         for note in new_positions(recipe.model_copy(update={"model": model})):
