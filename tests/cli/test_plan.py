@@ -167,7 +167,10 @@ def test_reason_is_given_if_no_plan_can_run() -> None:
     """A sequence of a million tokens that nobody shares: 80 layers' inputs alone are 160 GB over eight devices."""
     long = ("--set", "data.seq=1048576", "--set", "train.batch=8")
     shown = " ".join(text(str(RECIPES / "llama3-70b.toml"), "--on", "h100x8x32", *long).split())
-    assert "the trainer supports replicate, shard, tensor, pipeline and expert axes; none of their plans fits here" in shown
+    assert (
+        "the trainer supports replicate, shard, tensor, pipeline and expert axes; none of their plans fits here"
+        in shown
+    )
     assert "headway train" not in shown
 
 

@@ -110,15 +110,15 @@ def test_another_run_of_the_same_name_is_not_meant(tmp_path: Path) -> None:
 
 def test_every_way_to_name_a_model_takes_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway.agent.launch.branch import checkpoint_of
-    from headway.cli.checkpoint import _find_checkpoint
     from headway.cli.model_process import adapters_of, model_of
+    from headway.cli.named_checkpoints import find_named
 
     run = make_run(tmp_path)
     tag(tmp_path, "prod", run, 20, "aa")
     path = str(run.checkpoints / "step-00000020")
     assert model_of("prod", tmp_path) == ({"run": str(run.path), "checkpoint": path}, "demo-1@20")
     assert checkpoint_of(tmp_path, "prod") == path
-    assert _find_checkpoint("prod", tmp_path).address == path
+    assert find_named("prod", tmp_path).address == path
     assert adapters_of(["a=prod"], "m", tmp_path) == {"a": path}
     assert run_id(run) == json.loads((tmp_path / FILE).read_bytes())["names"]["prod"]["run_id"]
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,20 +18,32 @@ from headway.cli.checkpoint_view import (
     show_lines,
     tensor_rows,
 )
+from headway.cli.named_checkpoints import (
+    STORE_PATIENCE_S,
+    NamedCheckpoint,
+    find_all_named,
+    find_named,
+    nothing_at,
+    rows_at,
+    rows_of_disk,
+    rows_of_store,
+    run_of,
+    saved_at,
+    with_facts,
+)
 from headway.cli.options import Json, Runs, complete_run
 from headway.cli.text import byte_size, plural, print_json
-from headway.errors import DamagedState, DataError, HeadwayError, ModelError, StateError, UsageError
+from headway.errors import DamagedState, DataError, ModelError, StateError, UsageError
 from headway.recipe import Model, Recipe
 from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.huggingface import read_model
 from headway.recipe.upgrade import upgrade_recipe
-from headway.state import OpenCheckpoint, find_checkpoint, list_checkpoints, open_checkpoint, verify_checkpoint
-from headway.state.address import address_in_store, is_in_store, open_address, split_address, store_url
+from headway.state import OpenCheckpoint, find_checkpoint, open_checkpoint, verify_checkpoint
+from headway.state.address import is_in_store, open_address, split_address
 from headway.state.base_weights import base_digest, base_weights, check_base
 from headway.state.checkpoint_diff import diff_checkpoints
 from headway.state.hf_import import import_run
 from headway.state.huggingface import TokenizerFile, saved_weights, stored_weights, write_folder
-from headway.state.manifest import CheckpointManifest, parse_manifest
 from headway.state.object_store import open_store
 from headway.state.peft import (
     Adapter,
@@ -44,26 +55,15 @@ from headway.state.peft import (
     read_adapter,
     write_adapter,
 )
-from headway.state.store_checkpoint import StoreCheckpoint, list_remote, owner_of
-from headway.track import RunFolder, command, find_run, read_recipe, runs_root, split_ref
+from headway.state.store_checkpoint import owner_of
+from headway.track import RunFolder, command, find_run, read_recipe, runs_root
 from headway.track.hub import is_hub, local_folder, local_model, parse_hub
 from headway.track.lineage import record_export
 
 app = typer.Typer(help="List, verify, compare, export, merge and import checkpoints.", no_args_is_help=True)
 
-STORE_PATIENCE_S = 10.0
-MANIFESTS_AT_A_TIME = 8
 REF = "A run's name, a unique prefix of it or `last`, and a step; a checkpoint's path; or s3://bucket/RUN, and a step."
 Ref = Annotated[str, typer.Argument(metavar="RUN[@STEP]", autocompletion=complete_run, help=REF)]
-
-
-class NamedCheckpoint(NamedTuple):
-    """A checkpoint that the command line names."""
-
-    label: str
-    step: int | None
-    address: str
-    """A folder, or an address in an object store."""
 
 
 @app.command("ls")
@@ -79,12 +79,12 @@ def list_command(
 ) -> None:
     """List a run's checkpoints, oldest first."""
     if is_in_store(run):
-        name, rows = run, _with_facts(_rows_at(run))
+        name, rows = run, with_facts(rows_at(run))
         if not rows and owner_of(open_store(split_address(run)[0], patience_s=STORE_PATIENCE_S)) is None:
-            raise _nothing_at(run)
+            raise nothing_at(run)
     else:
         folder = find_run(runs_root(runs), run)
-        name, rows = folder.name, [*_rows_of_disk(folder), *_with_facts(_rows_of_store(folder))]
+        name, rows = folder.name, [*rows_of_disk(folder), *with_facts(rows_of_store(folder))]
         rows.sort(key=lambda row: (int(row["step"]), row["tier"]))
     if json:
         print_json({"run": name, "checkpoints": rows})
@@ -98,13 +98,13 @@ def list_command(
 @app.command("verify")
 def verify_command(run: Ref, runs: Runs = None, json: Json = False) -> None:
     """Verify every byte of one checkpoint, or of all of a run's."""
-    name, checkpoints = _find_checkpoints(run, runs)
+    name, checkpoints = find_all_named(run, runs)
     results = [_verify(checkpoint, quiet=json) for checkpoint in checkpoints]
     damaged = [checkpoint.label for checkpoint, result in zip(checkpoints, results, strict=True) if not result["ok"]]
     if json:
         print_json({"run": name, "ok": not damaged, "checkpoints": results})
         raise typer.Exit(1 if damaged else 0)
-    if "@" not in run and "/" not in run and (stored := _rows_of_store(find_run(runs_root(runs), run))):
+    if "@" not in run and "/" not in run and (stored := rows_of_store(find_run(runs_root(runs), run))):
         verify = command(runs_root(runs), "checkpoint verify", f"{name}@STEP")
         print(f"note: {len(stored)} in the object store not read; use {verify}")
     if damaged:
@@ -123,9 +123,9 @@ def show_command(
     json: Json = False,
 ) -> None:
     """Show what a checkpoint contains."""
-    checkpoint = _find_checkpoint(run, runs)
+    checkpoint = find_named(run, runs)
     opened = open_address(checkpoint.address)
-    facts = facts_of(opened) | {"saved": _saved(Path(checkpoint.address))}
+    facts = facts_of(opened) | {"saved": saved_at(Path(checkpoint.address))}
     table = tensor_rows(opened) if tensors else []
     if json:
         print_json({"path": checkpoint.address, **facts} | ({"tensors": table} if tensors else {}))
@@ -146,7 +146,7 @@ def diff_command(
 
     Exits with 0 if they are equal, 1 if not.
     """
-    a, b = _find_checkpoint(first, runs), _find_checkpoint(second, runs)
+    a, b = find_named(first, runs), find_named(second, runs)
     with progress_bar("comparing", quiet=json) as progress:
         difference = diff_checkpoints(open_address(a.address), open_address(b.address), progress)
     if json:
@@ -169,7 +169,7 @@ def export_command(
 
     Adapters (lora) become a folder in PEFT's format; headway checkpoint merge adds them to their base.
     """
-    checkpoint = _find_checkpoint(run, runs)
+    checkpoint = find_named(run, runs)
     opened = open_address(checkpoint.address)
     recipe = _recipe(opened, checkpoint)
     if recipe.lora is not None:
@@ -193,14 +193,14 @@ def export_command(
         averaged = _averaged(opened)
         weights |= saved_weights(opened, {name: shapes[name] for name in shapes if name in averaged}, prefix="ema/")
     ordered = {name: weights[name] for name in shapes}
-    tokenizer = _tokenizer_of(_home(checkpoint))
+    tokenizer = _tokenizer_of(run_of(checkpoint))
     with progress_bar("exporting", quiet=json) as progress:
         write_folder(
             folder,
             recipe.model,
             ordered,
             tokenizer=tokenizer,
-            sidecars=_home(checkpoint).companions,
+            sidecars=run_of(checkpoint).companions,
             seq=recipe.data.seq,
             progress=progress,
         )
@@ -243,7 +243,7 @@ def merge_command(
     if is_adapter_folder(Path(source)):
         merge = _merge_of_folder(Path(source), base)
     elif base is None:
-        merge = _merge_of_run(_find_checkpoint(source, runs))
+        merge = _merge_of_run(find_named(source, runs))
     else:
         raise UsageError("--base is for a folder of adapters: a run knows its base", hint="leave --base out")
     weights = merged_weights(base_weights(merge.base, merge.model), merge.adapter)
@@ -320,166 +320,6 @@ def import_command(
         print(f"next: {run_folder.command('sample')}")
 
 
-# -- find checkpoints
-
-
-def _find_checkpoint(ref: str, runs: Path | None) -> NamedCheckpoint:
-    """Return the checkpoint of a run's step, a run's newest, or the one at a path."""
-    if is_in_store(ref):
-        return _checkpoints_at(ref)[-1]
-    if "/" in ref:
-        if not Path(ref).is_dir():
-            raise UsageError(f"no folder {ref}", hint="give a run's name without a path: headway runs")
-        return NamedCheckpoint(ref, None, ref)
-    name, step = split_ref(runs_root(runs), ref)
-    folder = find_run(runs_root(runs), name)
-    if stored := _in_store(folder, step):
-        return stored
-    path = find_checkpoint(folder.checkpoints, step)
-    found_step = next(entry.step for entry in list_checkpoints(folder.checkpoints) if entry.path == path)
-    return NamedCheckpoint(f"step {found_step} of {folder.name}", found_step, str(path))
-
-
-def _find_checkpoints(ref: str, runs: Path | None) -> tuple[str, list[NamedCheckpoint]]:
-    """Return a reference's name and its checkpoint, or all of the run's if it names no step."""
-    if is_in_store(ref):
-        return ref, _checkpoints_at(ref)
-    if "/" in ref:
-        return ref, [_find_checkpoint(ref, runs)]
-    name, step = split_ref(runs_root(runs), ref)
-    folder = find_run(runs_root(runs), name)
-    if stored := _in_store(folder, step):
-        return folder.name, [stored]
-    newest = find_checkpoint(folder.checkpoints, step)
-    entries = [entry for entry in list_checkpoints(folder.checkpoints) if step is None or entry.path == newest]
-    return folder.name, [NamedCheckpoint(f"step {entry.step}", entry.step, str(entry.path)) for entry in entries]
-
-
-def _checkpoints_at(address: str) -> list[NamedCheckpoint]:
-    """Return the checkpoints at an address in a store, oldest first: that of its step, or all of the run's."""
-    url, step = split_address(address)
-    if step is not None:
-        return [NamedCheckpoint(address, step, address_in_store(url, step))]
-    rows = _rows_at(address)
-    if not rows:
-        raise _nothing_at(url)
-    return [NamedCheckpoint(f"step {row['step']}", row["step"], row["path"]) for row in rows]
-
-
-def _nothing_at(address: str) -> StateError:
-    """Return the error for an address without a checkpoint."""
-    hint = "the address is checkpoint.store.url and the run's name"
-    return StateError(f"there is no checkpoint at {address}", hint=hint, usage=True)
-
-
-def _in_store(folder: RunFolder, step: int | None) -> NamedCheckpoint | None:
-    """Return a step, or the newest, from the store of a run whose disk does not have it."""
-    here = [entry.step for entry in list_checkpoints(folder.checkpoints)]
-    if (step is None and here) or step in here:
-        return None
-    rows = [row for row in _rows_of_store(folder) if step in (None, row["step"]) and "damage" not in row]
-    return (
-        NamedCheckpoint(f"step {rows[-1]['step']} in the store", rows[-1]["step"], rows[-1]["path"]) if rows else None
-    )
-
-
-def _home(checkpoint: NamedCheckpoint) -> RunFolder:
-    """Return the run that a checkpoint is in."""
-    return RunFolder(Path(checkpoint.address).resolve().parent.parent)
-
-
-# -- ls and verify
-
-
-def _rows_of_store(run: RunFolder) -> list[dict[str, Any]]:
-    """Return rows of the run's object store; one row with the error if it cannot be read."""
-    rules = read_recipe(run).checkpoint.store if run.recipe_file.exists() else None
-    if rules is None:
-        return []
-    try:
-        return _rows_at(store_url(rules, run.name))
-    except HeadwayError as error:
-        return [{"step": -1, "tier": "store", "path": store_url(rules, run.name), "damage": error.message}]
-
-
-def _rows_at(address: str) -> list[dict[str, Any]]:
-    """Return rows of a run's address in an object store, or of one step there, by its listing alone."""
-    url, step = split_address(address)
-    return [
-        {
-            "step": entry.step,
-            "tier": "store",
-            "path": address_in_store(url, entry.step),
-            "bytes": entry.bytes,
-            "saved": entry.saved.timestamp(),
-        }
-        for entry in list_remote(open_store(url, patience_s=STORE_PATIENCE_S))
-        if step in (None, entry.step)
-    ]
-
-
-def _with_facts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add workers, digest and so on from the manifests of stored checkpoints; a damaged one has its error."""
-
-    def describe(row: dict[str, Any]) -> dict[str, Any]:
-        if "damage" in row:
-            return row
-        try:
-            url, step = split_address(row["path"])
-            source = StoreCheckpoint(open_store(url, patience_s=STORE_PATIENCE_S), int(step or 0))
-            return row | _facts(parse_manifest(source.manifest(), row["path"])) | {"bytes": row["bytes"]}
-        except StateError as error:
-            return row | {"damage": error.message}
-
-    with ThreadPoolExecutor(MANIFESTS_AT_A_TIME, thread_name_prefix="manifests") as pool:
-        return list(pool.map(describe, rows))
-
-
-def _rows_of_disk(run: RunFolder) -> list[dict[str, Any]]:
-    """Return rows from manifests on disk; a damaged one has its error."""
-    rows = []
-    seen: set[tuple[int, int]] = set()
-    for entry in list_checkpoints(run.checkpoints):
-        row: dict[str, Any] = {"step": entry.step, "tier": "disk", "path": str(entry.path)}
-        try:
-            opened = open_checkpoint(entry.path)
-            row |= _facts(opened.manifest) | {
-                "saved": _saved(entry.path),
-                "shared_bytes": _shared(opened, entry.path, seen),
-            }
-        except StateError as error:
-            row |= {"damage": error.message}
-        rows.append(row)
-    return rows
-
-
-def _facts(manifest: CheckpointManifest) -> dict[str, Any]:
-    return {
-        "bytes": manifest.bytes,
-        "tensors": len(manifest.tensors),
-        "workers": manifest.workers,
-        "cursor": manifest.cursor,
-        "chain": manifest.chain,
-        "digest": manifest.digest,
-    }
-
-
-def _shared(checkpoint: OpenCheckpoint, path: Path, seen: set[tuple[int, int]]) -> int:
-    """Return the bytes of files hard-linked to a checkpoint seen before: they are on disk once."""
-    shared = 0
-    for name in checkpoint.manifest.files:
-        status = (path / name).stat()
-        shared += status.st_size if (status.st_dev, status.st_ino) in seen else 0
-        seen.add((status.st_dev, status.st_ino))
-    return shared
-
-
-def _saved(path: Path) -> float | None:
-    """Return when a checkpoint was written, in Unix seconds."""
-    manifest = path / "manifest.json"
-    return manifest.stat().st_mtime if manifest.exists() else None
-
-
 def _verify(checkpoint: NamedCheckpoint, quiet: bool) -> dict[str, Any]:
     """Verify a checkpoint and print the result."""
     try:
@@ -507,7 +347,7 @@ def _verify(checkpoint: NamedCheckpoint, quiet: bool) -> dict[str, Any]:
 
 def _record(folder: Path, checkpoint: NamedCheckpoint, opened: OpenCheckpoint, what: str, ema: bool = False) -> None:
     """Record in a folder which checkpoint it is of, and in its run where the folder is; see `headway lineage`."""
-    home = _home(checkpoint)
+    home = run_of(checkpoint)
     run = home if home.events.is_dir() else None
     facts = {"what": what, "step": opened.manifest.step, "digest": opened.manifest.digest, "ema": ema}
     record_export(folder, run, facts if run is not None else {**facts, "checkpoint": checkpoint.address})
@@ -536,7 +376,7 @@ def _merge_of_run(checkpoint: NamedCheckpoint) -> _Merge:
             usage=True,
         )
     check_base(recipe.lora, recipe.model)
-    adapter, run = adapter_of_run(opened, recipe.model, recipe.lora), _home(checkpoint)
+    adapter, run = adapter_of_run(opened, recipe.model, recipe.lora), run_of(checkpoint)
     return _Merge(
         checkpoint.label,
         adapter,
@@ -576,9 +416,9 @@ def _recipe(checkpoint: OpenCheckpoint, named: NamedCheckpoint) -> Recipe:
     """Return the recipe that a checkpoint was saved with; raise if transformers has no such model."""
     saved = checkpoint.manifest.recipe
     try:
-        recipe = upgrade_recipe(saved) if saved else read_recipe(_home(named))
+        recipe = upgrade_recipe(saved) if saved else read_recipe(run_of(named))
     except ValidationError:  # of a version with other keys; the run's own file may have been fixed
-        recipe = read_recipe(_home(named))
+        recipe = read_recipe(run_of(named))
     if recipe.model.class_ is not None:
         raise ModelError(
             f"cannot export {recipe.model.class_}: only Headway's own decoders have a Hugging Face format",
