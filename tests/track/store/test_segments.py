@@ -24,7 +24,9 @@ def records(draw: st.DrawFn) -> list[bytes]:
     for _ in range(draw(st.integers(1, 4))):
         keys = draw(st.lists(st.sampled_from(["loss", "lr", "data", "compute", "tokens", "norm"]), unique=True))
         odd = draw(st.integers(0, 30))
-        extra = draw(st.sampled_from([{}, {"chain": "0a"}, {"gap": None}, {"flag": True}, {"chain": "0a", "gap": None}]))
+        extra = draw(
+            st.sampled_from([{}, {"chain": "0a"}, {"gap": None}, {"flag": True}, {"chain": "0a", "gap": None}])
+        )
         first = draw(st.integers(0, 20))
         for number in range(draw(st.integers(1, 20))):
             event = {"kind": "step", "step": first + number} | extra
