@@ -2,9 +2,9 @@
 
     python benchmarks/video_motion.py RUN_FOLDER [--guidance 1 2 3] [--step N]
 
-Every colour of square and circle moves in every direction: 32 captions, one clip each, of the EMA weights. The direction
-is that of the shift which explains the change from each frame to the next, by correlation; it knows nothing of the
-model.
+Every colour of square and circle moves in every direction: 32 captions, one clip each, of the EMA weights. The
+direction is that of the shift which explains the change from each frame to the next, by correlation; it knows nothing
+of the model.
 """
 
 import argparse

@@ -39,6 +39,11 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
 
 
+def five() -> tuple[Tensor, ...]:
+    """A stream, a branch, and a gate, shift and scale."""
+    return *(drawn(2, 3, 8, seed=n) for n in (0, 1)), *(drawn(2, 8, seed=n) for n in (2, 3, 4))
+
+
 def close(actual: Tensor | None, right: Tensor | None, tolerance: float) -> None:
     assert (actual is None) == (right is None)
     if actual is not None and right is not None and right.numel():
