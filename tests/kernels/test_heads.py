@@ -30,7 +30,7 @@ def doubled(norm: PartNorm | None) -> PartNorm | None:
 @pytest.mark.parametrize(("case", "shape", "dtype"), thinned(CASES, SHAPES, list(TOLERANCE)), ids=str)
 def test_both_passes(case: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     samples, tokens, heads, head = shape
-    angles, width = torch.arange(tokens * head // 2).view(tokens, -1) * 0.7, heads * head
+    angles, width = torch.arange(tokens * head // 2).view(tokens, head // 2) * 0.7, heads * head
     norms = norms_of(case, width, torch.stack((angles.cos(), angles.sin())))
     x, bias = drawn(samples, tokens, len(norms) * width, seed=0, dtype=dtype), drawn(len(norms) * width, seed=1)
     results = heads_of(x, bias, tuple(norms), head)

@@ -68,7 +68,9 @@ def heads_of(x_BLE: Tensor, bias_E: Tensor | None, norms: tuple[PartNorm | None,
     if not 0 < width <= MAX_WIDTH or head % 2:
         raise ValueError(f"expected parts of 1 to {MAX_WIDTH} numbers and even heads, got {width} and {head}")
     weights = [None if norm is None else norm.weight_D for norm in norms]
-    given: tuple[Tensor, ...] = _Heads.apply(x_BLE.contiguous(), bias_E, norms, head, *weights)
+    tables = [None if norm is None else norm.table_2LR for norm in norms]
+    eps = tuple(0.0 if norm is None else norm.eps for norm in norms)
+    given: tuple[Tensor, ...] = _Heads.apply(x_BLE.contiguous(), bias_E, head, eps, *weights, *tables)
     return given
 
 
@@ -146,7 +148,7 @@ def _backward_kernel(
     if NORM:
         weight = tl.load(weight_ptr + column, mask=inside, other=0).to(tl.float32)
     for number in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
-        row = number.to(tl.int64)
+        row = tl.full([], 0, tl.int64) + number  # a plain number in the interpreter
         dx = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0).to(tl.float32)
         if NORM:
             normal = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(tl.float32)
@@ -240,36 +242,33 @@ class _Heads(torch.autograd.Function):
         ctx: Any,
         x_BLE: Tensor,
         bias_E: Tensor | None,
-        norms: tuple[PartNorm | None, ...],
         head: int,
-        *weights: Tensor | None,
+        eps: tuple[float, ...],
+        *weights_and_tables: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        none, results, rstds, tables = x_BLE.new_empty(0), list[Tensor](), list[Tensor](), list[Tensor]()
-        for part, norm, weight in zip(x_BLE.chunk(len(norms), -1), norms, weights, strict=True):
-            if norm is None or weight is None:
-                results.append(part.unflatten(-1, (-1, head)))
-                rstds.append(none)
-                tables.append(none)
-                continue
-            y, rstd = _normed_heads(part, weight, norm.table_2LR, norm.eps, head)
+        count = len(eps)
+        weights, tables = weights_and_tables[:count], weights_and_tables[count:]
+        none, results, rstds = x_BLE.new_empty(0), list[Tensor](), list[Tensor]()
+        for part, weight, table, least in zip(x_BLE.chunk(count, -1), weights, tables, eps, strict=True):
+            y, rstd = part.unflatten(-1, (-1, head)), none
+            if weight is not None:
+                y, rstd = _normed_heads(part, weight, table, least, head)
             results.append(y)
             rstds.append(rstd)
-            tables.append(none if norm.table_2LR is None else norm.table_2LR)
-        ctx.save_for_backward(x_BLE, *(none if x is None else x for x in weights), *rstds, *tables)
+        ctx.save_for_backward(x_BLE, *(none if x is None else x for x in weights_and_tables), *rstds)
         ctx.bias = None if bias_E is None else bias_E.dtype
-        ctx.given = [weight is not None for weight in weights]
+        ctx.normed = [weight is not None for weight in weights]
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x_BLE, *rest = ctx.saved_tensors
+        x_BLE, *kept = ctx.saved_tensors
         count = len(grads)
-        weights, rstds, tables = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        weights, tables, rstds = kept[:count], kept[count : 2 * count], kept[2 * count :]
         dx, sums = _heads_backward(list(grads), x_BLE, weights, rstds, tables)
         dbias = None if ctx.bias is None else sums[:, 1].flatten().to(ctx.bias)
-        parts = zip(weights, sums, ctx.given, strict=True)
-        dweights = [part[0].to(weight.dtype) if given else None for weight, part, given in parts]
-        return dx, dbias, None, None, *dweights
+        dweights = [sums[i, 0].to(weights[i].dtype) if ctx.normed[i] else None for i in range(count)]
+        return dx, dbias, None, None, *dweights, *[None] * count
 
 
 # -- launches to compile ahead of time

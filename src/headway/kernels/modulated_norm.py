@@ -306,7 +306,7 @@ def _norm_backward(
     base: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the stream and of a gated branch, and four sums per sample [B, 4, D]."""
-    dsum, dbranch, sums = _gradients(total, gate)
+    dsum, dbranch, sums = _gradients(total, branch, gate)
     (samples, tokens, width), cut = total.shape, tiling(*total.shape)
     if not total.numel():
         return dsum, dbranch, sums.zero_()
@@ -322,8 +322,8 @@ def _norm_backward(
     return dsum, dbranch, sums
 
 
-def _gradients(total: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    dbranch = torch.empty_like(total) if gate is not None else total.new_empty(0)
+def _gradients(total: Tensor, branch: Tensor | None, gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    dbranch = total.new_empty(0) if branch is None or gate is None else torch.empty_like(branch)
     sums = torch.empty((total.shape[0], SUMS, total.shape[2]), dtype=torch.float32, device=total.device)
     return torch.empty_like(total), dbranch, sums
 
@@ -333,13 +333,13 @@ def _(
     _grad: Tensor | None,
     _grad_sum: Tensor | None,
     total: Tensor,
-    _branch: Tensor | None,
+    branch: Tensor | None,
     gate: Tensor | None,
     _scale: Tensor | None,
     _statistics: Tensor,
     _base: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(total, gate)
+    return _gradients(total, branch, gate)
 
 
 # -- gradients
@@ -349,13 +349,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     x, branch, gate, bias, shift, scale, base, _ = inputs
     total, _, statistics = output
     ctx.save_for_backward(x if branch is None else total, branch if gate is not None else None, gate, scale, statistics)
-    ctx.adds, ctx.norms, ctx.base = branch is not None, shift is not None, base
+    ctx.adds, ctx.norms, ctx.base = None if branch is None else branch.dtype, shift is not None, base
     ctx.bias = None if bias is None else bias.dtype
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_sum: Tensor | None, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_sum, grad = grad_sum if ctx.adds else None, grad if ctx.norms else None
+    grad_sum, grad = grad_sum if ctx.adds is not None else None, grad if ctx.norms else None
     if grad_sum is None and grad is None:
         return (None,) * 8
     total, branch, gate, scale, statistics = ctx.saved_tensors
@@ -364,10 +364,12 @@ def _backward(ctx: Any, grad_sum: Tensor | None, grad: Tensor | None, _: Tensor 
     dbias = None
     if ctx.bias is not None:
         dbias = (whole if gate is None else whole * gate).sum(0).to(ctx.bias)
-    if not ctx.adds:
+    if ctx.adds is None:
         return dsum, None, None, None, dshift, dscale, None, None
     norm = (dshift, dscale) if grad is not None else (None, None)
-    return dsum, dsum if gate is None else dbranch, dgate if gate is not None else None, dbias, *norm, None, None
+    if gate is None:
+        return dsum, dsum.to(ctx.adds), None, dbias, *norm, None, None
+    return dsum, dbranch, dgate, dbias, *norm, None, None
 
 
 _norm.register_autograd(_backward, setup_context=_keep)
