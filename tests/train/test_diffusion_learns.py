@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 from make_clips import frames  # noqa: E402
+
 from video_motion import DIRECTIONS, SHAPES, generated, motion_of, share_of_matches  # noqa: E402
 
 

@@ -14,8 +14,9 @@
 
 In exact mode (`models/exact.py`), products and attention are those of `batch_invariant` instead; on GPUs norms,
 rotation and gated activations are Triton's whatever their size.
-`try_out` asks for kernels of diffusion blocks that have not been measured on a GPU yet. `headway kernels` prints the table for a machine, with reasons. A recipe's `train.plain` names operations to run in
-plain PyTorch instead: the reference when a kernel is in doubt.
+`try_out` asks for kernels of diffusion blocks that have not been measured on a GPU yet. `headway kernels` prints the
+table for a machine, with reasons. A recipe's `train.plain` names operations to run in plain PyTorch instead: the
+reference when a kernel is in doubt.
 """
 
 from collections.abc import Collection
