@@ -17,10 +17,9 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
 
 
-def norms_of(case: str, width: int, table: Tensor) -> list[PartNorm | None]:
+def norms_of(case: str, width: int) -> list[PartNorm | None]:
     weights = (drawn(width, seed=10 + number) for number in range(9))
-    tables = {"rotated": table, "normed": None}
-    return [None if kind == "plain" else PartNorm(next(weights), EPS, tables[kind]) for kind in case.split()]
+    return [None if kind == "plain" else PartNorm(next(weights), EPS, kind == "rotated") for kind in case.split()]
 
 
 def doubled(norm: PartNorm | None) -> PartNorm | None:
@@ -31,13 +30,13 @@ def doubled(norm: PartNorm | None) -> PartNorm | None:
 def test_both_passes(case: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     samples, tokens, heads, head = shape
     angles, width = torch.arange(tokens * head // 2).view(tokens, head // 2) * 0.7, heads * head
-    norms = norms_of(case, width, torch.stack((angles.cos(), angles.sin())))
+    norms, table = norms_of(case, width), torch.stack((angles.cos(), angles.sin()))
     x, bias = drawn(samples, tokens, len(norms) * width, seed=0, dtype=dtype), drawn(len(norms) * width, seed=1)
-    results = heads_of(x, bias, tuple(norms), head)
+    results = heads_of(x, bias, tuple(norms), head, table)
     x64, bias64, norms64 = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_(), []
     norms64 = [doubled(norm) for norm in norms]
     parts = (x64 + (bias64 - bias64.detach())).chunk(len(norms), -1)  # the bias is part of x already
-    truths = [exact(part, norm, head) for part, norm in zip(parts, norms64, strict=True)]
+    truths = [exact(part, norm, head, table) for part, norm in zip(parts, norms64, strict=True)]
     grads = [drawn(*truth.shape, seed=20 + number, dtype=dtype).detach() for number, truth in enumerate(truths)]
     ask = [x, bias, *(norm.weight_D for norm in norms if norm)]
     ask64 = [x64, bias64, *(norm.weight_D for norm in norms64 if norm)]
@@ -51,22 +50,22 @@ def test_both_passes(case: str, shape: tuple[int, int, int, int], dtype: torch.d
             assert (actual.double() - right).abs().max() <= limit
 
 
-def exact(x_BLD: Tensor, norm: PartNorm | None, head: int) -> Tensor:
+def exact(x_BLD: Tensor, norm: PartNorm | None, head: int, table_2LR: Tensor) -> Tensor:
     """The formula, with complex numbers for pairs."""
     if norm is not None:
         x_BLD = x_BLD / (x_BLD.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight_D
     x_BLNH = x_BLD.unflatten(-1, (-1, head))
-    if norm is None or norm.table_2LR is None:
+    if norm is None or not norm.rotate:
         return x_BLNH
-    turns_L1R = torch.complex(*norm.table_2LR.double()).unsqueeze(1)
+    turns_L1R = torch.complex(*table_2LR.double()).unsqueeze(1)
     return torch.view_as_real(torch.view_as_complex(x_BLNH.unflatten(-1, (-1, 2)).contiguous()) * turns_L1R).flatten(-2)
 
 
 def test_the_reference_is_the_same() -> None:
     angles = torch.arange(12.0).view(3, 4)
-    norm = PartNorm(drawn(16, seed=1), EPS, torch.stack((angles.cos(), angles.sin())))
+    norm, table = PartNorm(drawn(16, seed=1), EPS, rotate=True), torch.stack((angles.cos(), angles.sin()))
     x = drawn(2, 3, 16, seed=0)
-    torch.testing.assert_close(heads_of(x, None, (norm,), 8)[0], reference(x, norm, 8))
+    torch.testing.assert_close(heads_of(x, None, (norm,), 8, table)[0], reference(x, norm, 8, table))
     assert torch.equal(heads_of(x, None, (None,), 8)[0], reference(x, None, 8))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headway.kernels import dispatch
+from headway.kernels import dispatch, few_rows
 from headway.kernels.dispatch import UNMEASURED
 from headway.models.diffusion import dit, wan
 from headway.models.diffusion.layers import project, project_heads
@@ -62,7 +62,7 @@ def case(name: str) -> tuple[nn.Module, list[Any]]:
 def passes(block: nn.Module, inputs: list[Any], operations: tuple[Any, ...], *, compiled: bool = False) -> list[Tensor]:
     """The result, and gradients of all inputs and parameters."""
     dispatch.try_out(operations)
-    forward = torch.compile(block.forward, backend="aot_eager") if compiled else block.forward
+    forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True) if compiled else block.forward
     y = forward(*inputs)
     leaves = [*block.parameters(), *(x for x in inputs if x is not None and x.requires_grad)]
     return [y.detach(), *torch.autograd.grad(y, leaves, drawn(*y.shape, seed=4).detach())]
@@ -77,9 +77,11 @@ def test_fused_blocks_are_those_of_plain_pytorch(name: str, operations: tuple[An
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # of the compiler itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 @pytest.mark.parametrize("name", ["wan, cross norm", "dit"])
-def test_a_compiler_takes_them_as_they_are(name: str) -> None:
+def test_a_compiler_takes_them_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph; what CPUs do with few rows in inference would break it."""
+    monkeypatch.setattr(few_rows, "takes", lambda *_: False)
     block, inputs = case(name)
     operations = tuple(UNMEASURED)
     compiled, eager = passes(block, inputs, operations, compiled=True), passes(block, inputs, operations)

@@ -39,28 +39,36 @@ class PartNorm(NamedTuple):
 
     weight_D: Tensor
     eps: float
-    table_2LR: Tensor | None = None
-    """Cosines and sines of each position, in float32."""
+    rotate: bool = False
+    """Whether pairs are turned by their position's angle."""
 
 
-def reference(x_BLD: Tensor, norm: PartNorm | None, head: int) -> Tensor:
+def reference(x_BLD: Tensor, norm: PartNorm | None, head: int, table_2LR: Tensor | None = None) -> Tensor:
     """Return the heads [B, L, N, H] of a part, in PyTorch."""
     if norm is not None:
         weight = norm.weight_D.to(x_BLD.dtype)
         x_BLD = torch.nn.functional.rms_norm(x_BLD, weight.shape, weight, norm.eps)
     x_BLNH = x_BLD.unflatten(-1, (-1, head))
-    if norm is None or norm.table_2LR is None:
+    if norm is None or not norm.rotate:
         return x_BLNH
-    cos_L1R, sin_L1R = norm.table_2LR.unsqueeze(2)
+    assert table_2LR is not None, "rotation needs angles"
+    cos_L1R, sin_L1R = table_2LR.unsqueeze(2)
     even, odd = x_BLNH.float().unflatten(-1, (-1, 2)).unbind(-1)
     pairs = torch.stack((even * cos_L1R - odd * sin_L1R, odd * cos_L1R + even * sin_L1R), dim=-1)
     return pairs.flatten(-2).to(x_BLNH.dtype)
 
 
-def heads_of(x_BLE: Tensor, bias_E: Tensor | None, norms: tuple[PartNorm | None, ...], head: int) -> tuple[Tensor, ...]:
+def heads_of(
+    x_BLE: Tensor,
+    bias_E: Tensor | None,
+    norms: tuple[PartNorm | None, ...],
+    head: int,
+    table_2LR: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Return the heads [B, L, N, H] of each part of a product, one norm per part; parts have the same width.
 
-    The bias is part of the product already; its gradient is computed here.
+    The bias is part of the product already; its gradient is computed here. The table has cosines and sines of each
+    position, in float32.
     """
     width = x_BLE.shape[-1] // len(norms)
     if x_BLE.ndim != 3 or x_BLE.dtype not in DTYPES or width * len(norms) != x_BLE.shape[-1] or width % head:
@@ -68,9 +76,11 @@ def heads_of(x_BLE: Tensor, bias_E: Tensor | None, norms: tuple[PartNorm | None,
     if not 0 < width <= MAX_WIDTH or head % 2:
         raise ValueError(f"expected parts of 1 to {MAX_WIDTH} numbers and even heads, got {width} and {head}")
     weights = [None if norm is None else norm.weight_D for norm in norms]
-    tables = [None if norm is None else norm.table_2LR for norm in norms]
+    rotates = tuple(norm is not None and norm.rotate for norm in norms)
+    if any(rotates) and table_2LR is None:
+        raise ValueError("parts that rotate need a table of angles")
     eps = tuple(0.0 if norm is None else norm.eps for norm in norms)
-    given: tuple[Tensor, ...] = _Heads.apply(x_BLE.contiguous(), bias_E, head, eps, *weights, *tables)
+    given: tuple[Tensor, ...] = _Heads.apply(x_BLE.contiguous(), bias_E, table_2LR, head, eps, rotates, *weights)
     return given
 
 
@@ -199,27 +209,27 @@ def _heads_and_rstd(
 
 @torch.library.custom_op("headway::heads_backward", mutates_args=())
 def _heads_backward(
-    grads: list[Tensor], x_BLE: Tensor, weights: list[Tensor], rstds: list[Tensor], tables: list[Tensor]
+    grads: list[Tensor], x_BLE: Tensor, table: Tensor, weights: list[Tensor], rstds: list[Tensor], rotates: list[bool]
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the product, and the sums of each part for its weight and bias [P, 2, D].
 
-    Weights, rstds and tables of parts without them are empty.
+    Weights and rstds of parts without them are empty.
     """
-    dx, sums = _dx_and_sums(grads, x_BLE, weights, rstds, tables)
+    dx, sums = _dx_and_sums(grads, x_BLE, table, weights, rstds, rotates)
     (rows, width), (half, warps) = (x_BLE[..., 0].numel(), sums.shape[2]), _block(sums.shape[2])
     if not rows:
         return dx, sums.zero_()
     programs = min(rows, PROGRAMS)
     partial = torch.empty((len(grads), programs, 2, width), dtype=torch.float32, device=x_BLE.device)
-    parts = zip(grads, weights, rstds, tables, dx.split(width, -1), x_BLE.split(width, -1), partial, strict=True)
-    for grad, weight, rstd, table, dx_part, x_part, partial_part in parts:
+    parts = zip(grads, weights, rstds, rotates, dx.split(width, -1), x_BLE.split(width, -1), partial, strict=True)
+    for grad, weight, rstd, rotate, dx_part, x_part, partial_part in parts:
         grad_BLD = grad.flatten(2)
         if grad_BLD.stride(2) != 1 or grad_BLD.stride(0) != grad_BLD.shape[1] * grad_BLD.stride(1):
             grad_BLD = grad_BLD.contiguous()
         _backward_kernel[(programs,)](
             grad_BLD, x_part, weight, table, rstd, dx_part, partial_part, rows, x_BLE.shape[1],
             grad_BLD.stride(1), x_BLE.stride(1),
-            WIDTH=width, HEAD=grad.shape[3], PAIR_BLOCK=half, NORM=weight.numel() > 0, ROTATE=table.numel() > 0,
+            WIDTH=width, HEAD=grad.shape[3], PAIR_BLOCK=half, NORM=weight.numel() > 0, ROTATE=rotate,
             STAGES=3 if half <= 2048 else 2, num_warps=warps,
         )  # fmt: skip
     torch.sum(partial, dim=1, out=sums)
@@ -228,7 +238,12 @@ def _heads_backward(
 
 @_heads_backward.register_fake
 def _dx_and_sums(
-    grads: list[Tensor], x_BLE: Tensor, _weights: list[Tensor], _rstds: list[Tensor], _tables: list[Tensor]
+    grads: list[Tensor],
+    x_BLE: Tensor,
+    _table: Tensor,
+    _weights: list[Tensor],
+    _rstds: list[Tensor],
+    _rotates: list[bool],
 ) -> tuple[Tensor, Tensor]:
     sums = x_BLE.new_empty((len(grads), 2, x_BLE.shape[-1] // len(grads)), dtype=torch.float32)
     return torch.empty_like(x_BLE), sums
@@ -242,33 +257,37 @@ class _Heads(torch.autograd.Function):
         ctx: Any,
         x_BLE: Tensor,
         bias_E: Tensor | None,
+        table_2LR: Tensor | None,
         head: int,
         eps: tuple[float, ...],
-        *weights_and_tables: Tensor | None,
+        rotates: tuple[bool, ...],
+        *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        count = len(eps)
-        weights, tables = weights_and_tables[:count], weights_and_tables[count:]
-        none, results, rstds = x_BLE.new_empty(0), list[Tensor](), list[Tensor]()
-        for part, weight, table, least in zip(x_BLE.chunk(count, -1), weights, tables, eps, strict=True):
+        none = x_BLE.new_empty(0)
+        results: list[Tensor] = []  # `list[Tensor]()` is more than the compiler knows
+        rstds: list[Tensor] = []
+        for part, weight, rotate, least in zip(x_BLE.chunk(len(eps), -1), weights, rotates, eps, strict=True):
             y, rstd = part.unflatten(-1, (-1, head)), none
             if weight is not None:
-                y, rstd = _normed_heads(part, weight, table, least, head)
+                y, rstd = _normed_heads(part, weight, table_2LR if rotate else None, least, head)
             results.append(y)
             rstds.append(rstd)
-        ctx.save_for_backward(x_BLE, *(none if x is None else x for x in weights_and_tables), *rstds)
+        table = none if table_2LR is None else table_2LR
+        ctx.save_for_backward(x_BLE, table, *(none if x is None else x for x in weights), *rstds)
+        ctx.rotates = rotates
         ctx.bias = None if bias_E is None else bias_E.dtype
         ctx.normed = [weight is not None for weight in weights]
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x_BLE, *kept = ctx.saved_tensors
+        x_BLE, table, *kept = ctx.saved_tensors
         count = len(grads)
-        weights, tables, rstds = kept[:count], kept[count : 2 * count], kept[2 * count :]
-        dx, sums = _heads_backward(list(grads), x_BLE, weights, rstds, tables)
+        weights, rstds = kept[:count], kept[count:]
+        dx, sums = _heads_backward(list(grads), x_BLE, table, weights, rstds, list(ctx.rotates))
         dbias = None if ctx.bias is None else sums[:, 1].flatten().to(ctx.bias)
         dweights = [sums[i, 0].to(weights[i].dtype) if ctx.normed[i] else None for i in range(count)]
-        return dx, dbias, None, None, *dweights, *[None] * count
+        return dx, dbias, None, None, None, None, *dweights
 
 
 # -- launches to compile ahead of time

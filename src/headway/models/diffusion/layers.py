@@ -157,8 +157,8 @@ def project_heads(
     weight = torch.cat([autocast(layer.weight) for layer in layers])
     bias = torch.cat([layer.bias for layer in layers])
     product = nn.functional.linear(x_BLD, weight, autocast(bias).detach())
-    parts = tuple(None if norm is None else heads.PartNorm(norm.weight, norm.eps, table) for norm in norms)
-    return heads.heads_of(product, bias, parts, head)
+    parts = tuple(None if norm is None else heads.PartNorm(norm.weight, norm.eps, table is not None) for norm in norms)
+    return heads.heads_of(product, bias, parts, head, table)
 
 
 class FullAttention(nn.Module):
