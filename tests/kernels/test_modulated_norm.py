@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from headway.kernels import modulated_norm as kernel
-from headway.kernels.modulated_norm import Branch, Modulation, add, add_modulated_norm, modulated_norm, tiling
+from headway.kernels.modulated_norm import ResidualBranch, Modulation, add, add_modulated_norm, modulated_norm, tiling
 from thinned import thinned
 
 EPS = 1e-6
@@ -28,7 +28,7 @@ def exact(case: str, x: Tensor, out: Tensor, gate: Tensor, shift: Tensor, scale:
     return [x, y] if "add" in case else [y]
 
 
-def ours(case: str, x: Tensor, branch: Branch, modulation: Modulation) -> list[Tensor]:
+def ours(case: str, x: Tensor, branch: ResidualBranch, modulation: Modulation) -> list[Tensor]:
     branch = branch if "gated" in case else branch._replace(gate_BD=None)
     if case == "norm":
         return [modulated_norm(x, modulation, EPS)]
@@ -60,7 +60,7 @@ def test_both_passes(case: str, shape: tuple[int, int, int], dtype: torch.dtype)
     gate, shift, scale = (drawn(rows, width, seed=seed) for seed in (2, 3, 4))
     bias = drawn(width, seed=5)
     out = (plain + bias.detach().to(dtype)).detach().requires_grad_()
-    results = ours(case, x, Branch(out, gate, bias), Modulation(shift, scale, base))
+    results = ours(case, x, ResidualBranch(out, gate, bias), Modulation(shift, scale, base))
     leaves = [y.detach().double().requires_grad_() for y in (x, gate, shift, scale)]
     bias64, out64 = bias.detach().double().requires_grad_(), out.detach().double().requires_grad_()
     # the bias is part of `out` already: its gradient is that of a number added to it
@@ -84,11 +84,11 @@ def test_the_reference_is_the_same() -> None:
         drawn(2, 3, 8, seed=1),
         *(drawn(2, 8, seed=n) for n in (2, 3, 4)),
     )
-    branch, modulation = Branch(out, gate), Modulation(shift, scale)
+    branch, modulation = ResidualBranch(out, gate), Modulation(shift, scale)
     total, y = add_modulated_norm(x, branch, modulation, EPS)
     torch.testing.assert_close(total, kernel.reference_add(x, branch))
     torch.testing.assert_close(y, kernel.reference_norm(total, modulation, EPS))
-    torch.testing.assert_close(add(x, Branch(out)), kernel.reference_add(x, Branch(out)))
+    torch.testing.assert_close(add(x, ResidualBranch(out)), kernel.reference_add(x, ResidualBranch(out)))
 
 
 @pytest.mark.parametrize("unused", ["stream", "norm"])
@@ -98,7 +98,7 @@ def test_one_result_alone_has_a_gradient(unused: str) -> None:
         drawn(2, 3, 8, seed=1),
         *(drawn(2, 8, seed=n) for n in (2, 3, 4)),
     )
-    results = add_modulated_norm(x, Branch(out, gate), Modulation(shift, scale), EPS)
+    results = add_modulated_norm(x, ResidualBranch(out, gate), Modulation(shift, scale), EPS)
     truths = exact("gated add norm", x, out, gate, shift, scale, 1.0)
     number = unused == "stream"
     ask = (x, out, gate) if unused == "norm" else (x, out, gate, shift, scale)

@@ -27,7 +27,7 @@ from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.triton_compat import tl, triton
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_WIDTH = 8192
+MAX_WIDTH = 4096
 """A row must fit in the registers of one program, with the sums."""
 PROGRAMS = 264
 """Of a backward pass: two per multiprocessor of an H200, and the same on all chips, so that sums have the same
@@ -313,5 +313,5 @@ AHEAD: tuple[LaunchSpec, ...] = (
     *_launches(1536, 128, "bf16"),
     *_launches(1536, 128, "bf16", norm=False),
     *_launches(1152, 72, "bf16", norm=False),
-    *_launches(5120, 128, "bf16", rotate=True),
+    *_launches(4096, 128, "bf16", rotate=True),
 )

@@ -47,7 +47,7 @@ class Modulation(NamedTuple):
     """Added to the scale."""
 
 
-class Branch(NamedTuple):
+class ResidualBranch(NamedTuple):
     """What a branch adds to the stream."""
 
     out_BLD: Tensor
@@ -56,7 +56,7 @@ class Branch(NamedTuple):
     """Part of `out_BLD` already; its gradient is computed here."""
 
 
-def reference_add(x_BLD: Tensor, branch: Branch) -> Tensor:
+def reference_add(x_BLD: Tensor, branch: ResidualBranch) -> Tensor:
     """Add a branch to the stream, in PyTorch."""
     if branch.gate_BD is None:
         return x_BLD + branch.out_BLD
@@ -79,7 +79,9 @@ def modulated_norm(x_BLD: Tensor, modulation: Modulation, eps: float) -> Tensor:
     return y
 
 
-def add_modulated_norm(x_BLD: Tensor, branch: Branch, modulation: Modulation, eps: float) -> tuple[Tensor, Tensor]:
+def add_modulated_norm(
+    x_BLD: Tensor, branch: ResidualBranch, modulation: Modulation, eps: float
+) -> tuple[Tensor, Tensor]:
     """Add a branch to the stream; return the stream, and it normalized, shifted and scaled."""
     x_BLD = _checked(x_BLD)
     shift, scale = _samples(x_BLD, modulation.shift_BD), _samples(x_BLD, modulation.scale_BD)
@@ -88,7 +90,7 @@ def add_modulated_norm(x_BLD: Tensor, branch: Branch, modulation: Modulation, ep
     return total, y
 
 
-def add(x_BLD: Tensor, branch: Branch) -> Tensor:
+def add(x_BLD: Tensor, branch: ResidualBranch) -> Tensor:
     """Add a branch to the stream."""
     x_BLD = _checked(x_BLD)
     total: Tensor = _norm(x_BLD, *_parts(x_BLD, branch), None, None, 0.0, 0.0)[0]
@@ -110,7 +112,7 @@ def _samples(x_BLD: Tensor, numbers: Tensor) -> Tensor:
     return numbers.float().expand(x_BLD.shape[0], -1).contiguous()
 
 
-def _parts(x_BLD: Tensor, branch: Branch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _parts(x_BLD: Tensor, branch: ResidualBranch) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if branch.out_BLD.shape != x_BLD.shape or branch.out_BLD.dtype not in DTYPES:
         shape = f"{branch.out_BLD.dtype} {tuple(branch.out_BLD.shape)}"
         raise ValueError(f"a stream of {tuple(x_BLD.shape)} cannot take a branch of {shape}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headway.kernels import gelu, heads, modulated_norm
 from headway.kernels.dispatch import uses_triton
 from headway.kernels.inputs import autocast
-from headway.kernels.modulated_norm import Branch, Modulation
+from headway.kernels.modulated_norm import ResidualBranch, Modulation
 from headway.models.attention import attend_fully
 from headway.models.layers import FeedForward, LayerNorm, Linear, RMSNorm
 from headway.recipe.train import Operation
@@ -105,14 +105,16 @@ def modulate(x_BLD: Tensor, modulation: Modulation, eps: float) -> Tensor:
     return modulated_norm.reference_norm(x_BLD, modulation, eps)
 
 
-def add(x_BLD: Tensor, branch: Branch) -> Tensor:
+def add(x_BLD: Tensor, branch: ResidualBranch) -> Tensor:
     """Return the stream with a branch; a gated one is added in float32."""
     if _fuses("modulation", x_BLD):
         return modulated_norm.add(x_BLD, branch)
     return modulated_norm.reference_add(x_BLD, branch)
 
 
-def add_then_modulate(x_BLD: Tensor, branch: Branch, modulation: Modulation, eps: float) -> tuple[Tensor, Tensor]:
+def add_then_modulate(
+    x_BLD: Tensor, branch: ResidualBranch, modulation: Modulation, eps: float
+) -> tuple[Tensor, Tensor]:
     """Return the stream with a branch, and it modulated."""
     if _fuses("modulation", x_BLD):
         return modulated_norm.add_modulated_norm(x_BLD, branch, modulation, eps)
@@ -120,7 +122,7 @@ def add_then_modulate(x_BLD: Tensor, branch: Branch, modulation: Modulation, eps
     return x_BLD, modulate(x_BLD, modulation, eps)
 
 
-def add_then_norm(x_BLD: Tensor, branch: Branch, norm: LayerNorm | None) -> tuple[Tensor, Tensor]:
+def add_then_norm(x_BLD: Tensor, branch: ResidualBranch, norm: LayerNorm | None) -> tuple[Tensor, Tensor]:
     """Return the stream with a branch, and it normalized with weights, if there is a norm."""
     if norm is not None and _fuses("modulation", x_BLD) and _is_plain(norm, LayerNorm):
         modulation = Modulation(norm.bias.unsqueeze(0), norm.weight.unsqueeze(0), base=0.0)
@@ -172,7 +174,7 @@ class FullAttention(nn.Module):
         self.v = Linear(dim, dim)
         self.o = Linear(dim, dim)
 
-    def forward(self, x_BLD: Tensor, text_BSD: Tensor | None = None, mask: Tensor | None = None) -> Branch:
+    def forward(self, x_BLD: Tensor, text_BSD: Tensor | None = None, mask: Tensor | None = None) -> ResidualBranch:
         """Attend; a mask [B, 1, 1, S] is true where a token may be attended to."""
         joined = None
         if text_BSD is None:
@@ -184,10 +186,10 @@ class FullAttention(nn.Module):
         q, k, v = joined
         return self.leave(attend_fully(q, k, v, mask))
 
-    def leave(self, y_BLNH: Tensor) -> Branch:
+    def leave(self, y_BLNH: Tensor) -> ResidualBranch:
         """Return what attention adds to the stream."""
         out_BLD, bias = project(self.o, y_BLNH.flatten(2), "modulation")
-        return Branch(out_BLD, bias_D=bias)
+        return ResidualBranch(out_BLD, bias_D=bias)
 
 
 def feed_forward(dim: int, hidden: int) -> FeedForward:
@@ -195,11 +197,11 @@ def feed_forward(dim: int, hidden: int) -> FeedForward:
     return FeedForward(dim, hidden, "gelu_tanh")
 
 
-def feed(mlp: FeedForward, x_BLD: Tensor) -> Branch:
+def feed(mlp: FeedForward, x_BLD: Tensor) -> ResidualBranch:
     """Return what a feed-forward adds to the stream."""
     if not _is_plain(mlp, FeedForward) or not all(_is_plain(layer, Linear) for layer in (mlp.up, mlp.down)):
-        return Branch(mlp(x_BLD))
+        return ResidualBranch(mlp(x_BLD))
     inner, bias = project(mlp.up, x_BLD, "gelu")
     bent = nn.functional.gelu(inner, approximate="tanh") if bias is None else gelu.gelu(inner, bias)
     out_BLD, down_bias = project(mlp.down, bent, "modulation")
-    return Branch(out_BLD, bias_D=down_bias)
+    return ResidualBranch(out_BLD, bias_D=down_bias)

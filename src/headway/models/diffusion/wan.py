@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from headway.kernels.modulated_norm import Branch, Modulation
+from headway.kernels.modulated_norm import ResidualBranch, Modulation
 from headway.models.attention import attend_fully
 from headway.models.diffusion.conditioning import Conditioning
 from headway.models.diffusion.layers import (
@@ -41,7 +41,7 @@ class SelfAttention(FullAttention):
         self.q_norm = WideRMSNorm(model.dim, model.norm_eps)
         self.k_norm = WideRMSNorm(model.dim, model.norm_eps)
 
-    def forward(self, x_BLD: Tensor, bits: Tensor) -> Branch:  # type: ignore[override]
+    def forward(self, x_BLD: Tensor, bits: Tensor) -> ResidualBranch:  # type: ignore[override]
         """Attend; `bits` is a rotary table, viewed as int32 so that FSDP does not cast it."""
         table_2LR = bits.view(FLOAT)
         norms = (self.q_norm, self.k_norm, None)
@@ -66,7 +66,7 @@ class CrossAttention(FullAttention):
         self.image_v = Linear(model.dim, model.dim) if image else None
         self.image_k_norm = WideRMSNorm(model.dim, model.norm_eps) if image else None
 
-    def forward(self, x_BLD: Tensor, text_BSD: Tensor, image_BID: Tensor | None) -> Branch:  # type: ignore[override]
+    def forward(self, x_BLD: Tensor, text_BSD: Tensor, image_BID: Tensor | None) -> ResidualBranch:  # type: ignore[override]
         """Attend to both; what they add is summed."""
         alone = project_heads((self.q,), (self.q_norm,), x_BLD, self.head_dim)
         q = self.q_norm(self.q(x_BLD)).unflatten(-1, (-1, self.head_dim)) if alone is None else alone[0]
