@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from headway.kernels import modulated_norm as kernel
-from headway.kernels.modulated_norm import ResidualBranch, Modulation, add, add_modulated_norm, modulated_norm, tiling
+from headway.kernels.modulated_norm import Modulation, ResidualBranch, add, add_modulated_norm, modulated_norm, tiling
 from thinned import thinned
 
 EPS = 1e-6

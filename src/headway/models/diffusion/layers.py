@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headway.kernels import gelu, heads, modulated_norm
 from headway.kernels.dispatch import uses_triton
 from headway.kernels.inputs import autocast
-from headway.kernels.modulated_norm import ResidualBranch, Modulation
+from headway.kernels.modulated_norm import Modulation, ResidualBranch
 from headway.models.attention import attend_fully
 from headway.models.layers import FeedForward, LayerNorm, Linear, RMSNorm
 from headway.recipe.train import Operation

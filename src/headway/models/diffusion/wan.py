@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from headway.kernels.modulated_norm import ResidualBranch, Modulation
+from headway.kernels.modulated_norm import Modulation, ResidualBranch
 from headway.models.attention import attend_fully
 from headway.models.diffusion.conditioning import Conditioning
 from headway.models.diffusion.layers import (
