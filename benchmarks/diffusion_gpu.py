@@ -1,6 +1,6 @@
 """A training step of diffusion transformers on one device: Headway beside diffusers, eager and compiled.
 
-    python benchmarks/diffusion_gpu.py [--rows NAME ...] [--ways WAY ...] [--json FILE] [--limit-s 470]
+    python benchmarks/diffusion_gpu.py [--rows NAME ...] [--ways WAY ...] [--variants NAME ...] [--json FILE]
 
 Every way of a row runs in a process of its own, warms up, then times steps of random latents on its own clock, the
 device idle before the first and after the last. All train with flow matching, float32 weights and AdamW states, bf16
@@ -12,6 +12,13 @@ Headway's are (`diffusers whole` compiles the model at once).
     headway deterministic   the same with train.deterministic
     headway selective       the same with train.recompute = "selective"
     headway fed             latents and text states from files, noise drawn per step: what the device waits for data
+    headway fused           the same with the kernels of `kernels.dispatch.UNMEASURED`; `--variants modulation heads
+                            gelu` measures each by itself too, which says which of them to make the default
+
+A process imports what it needs while the one before it measures. In two minutes:
+
+    python benchmarks/diffusion_gpu.py --rows "wan 17,160 tokens" "dit-xl/2 256" --seconds 3 --limit-s 105 \\
+        --ways headway "headway fused" "diffusers compiled"
 
 The planned time is `headway plan`'s for an H200. Results are written after each way; ways that the limit leaves no time
 for are listed. The memory is the largest that the device's allocator held. `--rows tiny --device cpu` is a smoke test.
@@ -39,15 +46,15 @@ WAN = {"family": "wan", "layers": 30, "dim": 1536, "heads": 12, "hidden": 8960, 
 ROWS: dict[str, dict[str, Any]] = {
     "wan 17,160 tokens": {
         "model": WAN, "shape": (16, 11, 60, 104), "batch": 1,
-        "ways": ("headway", "diffusers compiled", "headway deterministic", "diffusers", "headway fed"),
+        "ways": ("headway", "headway fused", "diffusers compiled", "headway deterministic", "headway fed", "diffusers"),
     },
     "wan 32,760 tokens": {
         "model": WAN, "shape": (16, 21, 60, 104), "batch": 1, "peer_recomputes": True,
-        "ways": ("headway", "diffusers", "diffusers compiled"),
+        "ways": ("headway", "headway fused", "diffusers compiled", "diffusers"),
     },
     "dit-xl/2 256": {
         "model": {"family": "dit", "layers": 28, "dim": 1152, "heads": 16, "num_classes": 1000, "base_size": 32},
-        "shape": (4, 1, 32, 32), "batch": 256, "ways": ("headway", "diffusers compiled", "diffusers"),
+        "shape": (4, 1, 32, 32), "batch": 256, "ways": ("headway", "headway fused", "diffusers compiled", "diffusers"),
     },
     "tiny": {
         "model": WAN | {"layers": 2, "dim": 48, "heads": 2, "hidden": 96, "text_dim": 32, "text_tokens": 16},
@@ -55,8 +62,12 @@ ROWS: dict[str, dict[str, Any]] = {
         "ways": ("headway", "headway deterministic", "headway selective", "headway fed", "diffusers"),
     },
 }  # fmt: skip
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "fused": ("modulation", "heads", "gelu"), "modulation": ("modulation",), "heads": ("heads",), "gelu": ("gelu",),
+}  # fmt: skip
+"""Kernels of diffusion blocks that are tried, by the name of a variant."""
 WAYS = (
-    "headway", "headway deterministic", "headway selective", "headway fed",
+    *(f"headway {name}" for name in VARIANTS), "headway", "headway deterministic", "headway selective", "headway fed",
     "diffusers", "diffusers compiled", "diffusers whole",
 )  # fmt: skip
 WARM, ROUNDS = 3, 3
@@ -70,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[name for name in ROWS if name != "tiny"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="By default those of the row.")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=[], help="Also measured, for each row.")
     parser.add_argument("--seconds", type=float, default=8.0, help="Of steps that are timed, per way.")
     parser.add_argument("--limit-s", type=float, default=470.0, help="Of the whole table.")
     parser.add_argument("--device", default="cuda")
@@ -79,36 +91,68 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("ROW", "WAY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
+        import_ahead(options.one[1])
+        sys.stdin.readline()
         print(json.dumps(measured(*options.one, options)))
         return
     end, results = time.monotonic() + options.limit_s, list[dict[str, Any]]()
     print(f"{'row':<19}{'way':<23}{'s/step':>8}{'GiB':>7}{'loss':>8}{'plan':>8}{'off':>7}  first", flush=True)
-    for row in options.rows:
-        for way in options.ways or ROWS[row]["ways"]:
-            result = {"row": row, "way": way} | run(row, way, options, end - time.monotonic())
-            results.append(result)
-            print(line(result), flush=True)
-            if options.json:
-                device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-                about = {"device": device, "torch": torch.__version__, "settings": options.set}
-                options.json.write_text(json.dumps({**about, "rows": results}, indent=1))
+    ways = [(row, way) for row in options.rows for way in ways_of(row, options)]
+    following = start(*ways[0], options)
+    for number, (row, way) in enumerate(ways):
+        process, following = following, start(*ways[number + 1], options) if number + 1 < len(ways) else None
+        assert process is not None, "each way has been started"
+        result = {"row": row, "way": way} | finish(process, end - time.monotonic())
+        results.append(result)
+        print(line(result), flush=True)
+        if options.json:
+            device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+            about = {"device": device, "torch": torch.__version__, "settings": options.set}
+            options.json.write_text(json.dumps({**about, "rows": results}, indent=1))
 
 
-def run(row: str, way: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """Measure a way in a process of its own."""
-    if left_s < 20:
-        return {"error": "no time left"}
+def ways_of(row: str, options: argparse.Namespace) -> list[str]:
+    """Return the ways of a row that are measured, each once."""
+    variants = (f"headway {name}" for name in options.variants)
+    return list(dict.fromkeys((*(options.ways or ROWS[row]["ways"]), *variants)))
+
+
+def start(row: str, way: str, options: argparse.Namespace) -> "subprocess.Popen[str]":
+    """Start the process of a way, which waits for its turn."""
     command = [sys.executable, __file__, "--one", row, way, "--device", options.device]
     command += ["--seconds", str(options.seconds), *(["--set", *options.set] if options.set else [])]
     command += ["--profile", str(options.profile)] if options.profile else []
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: "subprocess.Popen[str]", left_s: float) -> dict[str, Any]:
+    """Let a process measure, and return what it found."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left_s, check=False)
+        if left_s < 10:
+            raise subprocess.TimeoutExpired(process.args, left_s)
+        text, errors = process.communicate("measure\n", timeout=left_s)
     except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
         return {"error": "no time left"}
-    if done.returncode:
-        return {"error": done.stderr.strip()[-2000:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    if process.returncode:
+        return {"error": errors.strip()[-2000:]}
+    measurement: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return measurement
+
+
+def import_ahead(way: str) -> None:
+    """Import what a way needs; the device is not touched."""
+    if way.startswith("headway"):
+        import headway.parallel
+        import headway.plan.plan
+        import headway.train.optim  # noqa: F401
+    else:
+        import diffusers
+
+        _ = diffusers.WanTransformer3DModel, diffusers.DiTTransformer2DModel  # which are imported when named
+    import torch._inductor.compile_fx  # noqa: F401
 
 
 def line(result: dict[str, Any]) -> str:
@@ -275,6 +319,7 @@ meters = list[Any]()
 
 def headway_step(row: dict[str, Any], way: str, device: torch.device, settings: list[str]) -> tuple[Step, float]:
     """Return a training step of Headway, and its planned seconds on an H200."""
+    from headway.kernels.dispatch import try_out
     from headway.models.custom import empty_model
     from headway.parallel import World, parallelize_model, total_norm
     from headway.parallel.objective import LABEL, TEXT, TEXT_MASK, TIME, DeviceBatch, SumScale
@@ -296,6 +341,7 @@ def headway_step(row: dict[str, Any], way: str, device: torch.device, settings: 
     }
     recipe = with_sample_tokens(with_settings(parse_recipe(values, {}, "benchmark"), settings))
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"in_channels": channels})})
+    try_out(VARIANTS.get(way.removeprefix("headway "), ()))
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # as in a worker
     world = World(rank=0, size=1, device=device)

@@ -240,7 +240,7 @@ def test_samples_that_a_model_does_not_take_are_named(x: tuple[int, ...], condit
     with pytest.raises(ModelError, match=wrong) as error:
         model(torch.zeros(x), torch.zeros(1), conditioning)
     if "patches" in wrong:
-        assert error.value.hint == "nearest width that work: 4 or 6"
+        assert error.value.hint == "nearest that work: 4 or 6"
 
 
 def test_positions_of_interpolated_images_span_those_of_the_base() -> None:

@@ -6,14 +6,17 @@
     experts        grouped GEMM over all experts (bfloat16)                  a loop over experts with tokens
     rms_norm,      Triton, but PyTorch's where tensors are small; inside     PyTorch's
     rope, gated    compiled blocks, the compiler's
+    modulation,    the compiler's; Triton if asked for, with the sums for biases and modulation in the same pass
+    heads, gelu
     loss           Triton between cuBLAS's products                          PyTorch's, in chunks
     adamw, norm    Triton, all tensors in one launch                         PyTorch's
     newton_schulz  Triton for large matrices, cuBLAS for the rest            PyTorch's
 
 In exact mode (`models/exact.py`), products and attention are those of `batch_invariant` instead; on GPUs norms,
 rotation and gated activations are Triton's whatever their size.
-`headway kernels` prints the table for a machine, with reasons. A recipe's `train.plain` names operations to run in
-plain PyTorch instead: the reference when a kernel is in doubt.
+`try_out` asks for kernels of diffusion blocks that have not been measured on a GPU yet. `headway kernels` prints the
+table for a machine, with reasons. A recipe's `train.plain` names operations to run in plain PyTorch instead: the
+reference when a kernel is in doubt.
 """
 
 from collections.abc import Collection
@@ -29,6 +32,7 @@ from headway.recipe.train import Operation
 __all__ = [
     "LEAST_HEAD",
     "OPERATIONS",
+    "UNMEASURED",
     "DispatchRow",
     "KernelChoice",
     "Operation",
@@ -39,6 +43,7 @@ __all__ = [
     "fused",
     "make_plain",
     "rows",
+    "try_out",
     "uses_triton",
 ]
 
@@ -56,7 +61,10 @@ LEAST_HEAD = 16
 """Smallest head size of flex attention."""
 devices: tuple[str, ...] = ("cuda",)
 """Device types that Triton kernels run on; tests add the CPU, for Triton's interpreter."""
+UNMEASURED: frozenset[Operation] = frozenset({"modulation", "heads", "gelu"})
+"""Operations whose kernels are not the default before a GPU has shown that they are faster."""
 _plain: frozenset[str] = frozenset()
+_tried: frozenset[str] = frozenset()
 
 
 class KernelChoice(NamedTuple):
@@ -70,6 +78,12 @@ def make_plain(operations: Collection[str]) -> None:
     """Run these operations in plain PyTorch in this process."""
     global _plain
     _plain = frozenset(operations)
+
+
+def try_out(operations: Collection[Operation]) -> None:
+    """Run these operations with their kernels in this process, though they have not been measured."""
+    global _tried
+    _tried = frozenset(operations)
 
 
 def uses_triton(operation: Operation, x: Tensor) -> bool:
@@ -87,6 +101,8 @@ def fused(
         return KernelChoice("pytorch", "the recipe says so")
     if device not in devices:
         return KernelChoice("pytorch", "Triton's kernels are for GPUs")
+    if operation in UNMEASURED and operation not in _tried:
+        return KernelChoice("pytorch", "its kernel has not been measured on a GPU yet")
     if operation in IN_BLOCKS and compiled:
         return KernelChoice("compiler", "joined to its neighbours in the block")
     if operation in IN_BLOCKS and elements < LEAST_ELEMENTS:
@@ -102,6 +118,9 @@ _WHY = {
     "rms_norm": "its backward pass reads and writes everything once",
     "rope": "queries or keys are turned in one pass",
     "gated": "the gate is bent and multiplied in one pass, and made again in the backward pass",
+    "modulation": "additions, norms and their sums over tokens in one pass",
+    "heads": "norm and rotation in one pass, gradients of all parts in one tensor",
+    "gelu": "the bias's gradient is summed where it is written",
     "loss": "logits become slopes in place, a chunk of tokens at a time",
     "adamw": "all tensors in one launch, with clipping and rounding on the way",
     "norm": "all tensors in one launch",

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from headway.kernels.modulated_norm import Modulation
 from headway.models.decoder import Embedding
 from headway.models.diffusion.conditioning import Conditioning
 from headway.models.diffusion.layers import (
@@ -10,7 +11,10 @@ from headway.models.diffusion.layers import (
     FullAttention,
     TextProjection,
     TimeEmbedding,
-    add_gated,
+    add,
+    add_then_modulate,
+    add_then_norm,
+    feed,
     feed_forward,
     modulate,
 )
@@ -40,11 +44,13 @@ class Block(nn.Module):
         self, x_BLD: Tensor, c_BD: Tensor, text_BSD: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Return the residual stream with this layer's contribution."""
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(c_BD).unsqueeze(1).chunk(6, dim=-1)
-        x_BLD = add_gated(x_BLD, self.attention(modulate(x_BLD, shift, scale, EPS)), gate)
-        if self.cross is not None and self.cross_norm is not None:
-            x_BLD = x_BLD + self.cross(self.cross_norm(x_BLD), text_BSD, mask)
-        return add_gated(x_BLD, self.mlp(modulate(x_BLD, mlp_shift, mlp_scale, self.eps)), mlp_gate)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(c_BD).chunk(6, dim=-1)
+        branch = self.attention(modulate(x_BLD, Modulation(shift, scale), EPS))._replace(gate_BD=gate)
+        if self.cross is not None:
+            x_BLD, normal = add_then_norm(x_BLD, branch, self.cross_norm)
+            branch = self.cross(normal, text_BSD, mask)
+        x_BLD, normal = add_then_modulate(x_BLD, branch, Modulation(mlp_shift, mlp_scale), self.eps)
+        return add(x_BLD, feed(self.mlp, normal)._replace(gate_BD=mlp_gate))
 
 
 class Head(nn.Module):
@@ -57,8 +63,8 @@ class Head(nn.Module):
 
     def forward(self, x_BLD: Tensor, c_BD: Tensor) -> Tensor:
         """Return patches [B, L, P]."""
-        shift, scale = self.modulation(c_BD).unsqueeze(1).chunk(2, dim=-1)
-        out_BLP: Tensor = self.out(modulate(x_BLD, shift, scale, EPS))
+        shift, scale = self.modulation(c_BD).chunk(2, dim=-1)
+        out_BLP: Tensor = self.out(modulate(x_BLD, Modulation(shift, scale), EPS))
         return out_BLP
 
 

@@ -11,8 +11,13 @@ import math
 import torch
 from torch import Tensor, nn
 
+from headway.kernels import gelu, heads, modulated_norm
+from headway.kernels.dispatch import uses_triton
+from headway.kernels.inputs import autocast
+from headway.kernels.modulated_norm import Modulation, ResidualBranch
 from headway.models.attention import attend_fully
-from headway.models.layers import FeedForward, Linear
+from headway.models.layers import FeedForward, LayerNorm, Linear, RMSNorm
+from headway.recipe.train import Operation
 
 TIMESTEPS = 1000
 """Both families' time embeddings were made for timesteps up to this."""
@@ -93,15 +98,69 @@ class TextProjection(TwoLayers):
         return out_BSD
 
 
-def modulate(x_BLD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor, eps: float) -> Tensor:
+def modulate(x_BLD: Tensor, modulation: Modulation, eps: float) -> Tensor:
     """Normalize without weights, then shift and scale, in float32."""
-    normal = nn.functional.layer_norm(x_BLD.to(FLOAT), x_BLD.shape[-1:], eps=eps)
-    return (normal * (1 + scale_B1D.to(FLOAT)) + shift_B1D.to(FLOAT)).to(x_BLD.dtype)
+    if _fuses("modulation", x_BLD):
+        return modulated_norm.modulated_norm(x_BLD, modulation, eps)
+    return modulated_norm.reference_norm(x_BLD, modulation, eps)
 
 
-def add_gated(x_BLD: Tensor, branch_BLD: Tensor, gate_B1D: Tensor) -> Tensor:
-    """Return the stream with a gated branch, added in float32."""
-    return (x_BLD.to(FLOAT) + branch_BLD.to(FLOAT) * gate_B1D.to(FLOAT)).to(x_BLD.dtype)
+def add(x_BLD: Tensor, branch: ResidualBranch) -> Tensor:
+    """Return the stream with a branch; a gated one is added in float32."""
+    if _fuses("modulation", x_BLD):
+        return modulated_norm.add(x_BLD, branch)
+    return modulated_norm.reference_add(x_BLD, branch)
+
+
+def add_then_modulate(
+    x_BLD: Tensor, branch: ResidualBranch, modulation: Modulation, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the stream with a branch, and it modulated."""
+    if _fuses("modulation", x_BLD):
+        return modulated_norm.add_modulated_norm(x_BLD, branch, modulation, eps)
+    x_BLD = add(x_BLD, branch)
+    return x_BLD, modulate(x_BLD, modulation, eps)
+
+
+def add_then_norm(x_BLD: Tensor, branch: ResidualBranch, norm: LayerNorm | None) -> tuple[Tensor, Tensor]:
+    """Return the stream with a branch, and it normalized with weights, if there is a norm."""
+    if norm is not None and _fuses("modulation", x_BLD) and _is_plain(norm, LayerNorm):
+        modulation = Modulation(norm.bias.unsqueeze(0), norm.weight.unsqueeze(0), base=0.0)
+        return modulated_norm.add_modulated_norm(x_BLD, branch, modulation, norm.eps)
+    x_BLD = add(x_BLD, branch)
+    return x_BLD, x_BLD if norm is None else norm(x_BLD)
+
+
+def _fuses(operation: Operation, x_BLD: Tensor) -> bool:
+    """Whether an operation of a block's width runs as a kernel of its own."""
+    return x_BLD.shape[-1] <= modulated_norm.MAX_WIDTH and uses_triton(operation, x_BLD)
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is as it was made: without an adapter, and whole on every worker."""
+    return type(module) is kind and "forward" not in vars(module)
+
+
+def project(layer: Linear, x_BLD: Tensor, operation: Operation) -> tuple[Tensor, Tensor | None]:
+    """Apply a layer; also return its bias where the operation on the result computes the bias's gradient."""
+    if layer.bias is None or not _is_plain(layer, Linear) or not _fuses(operation, x_BLD):
+        return layer(x_BLD), None
+    return nn.functional.linear(x_BLD, layer.weight, layer.bias.detach()), layer.bias
+
+
+def project_heads(
+    layers: tuple[Linear, ...], norms: tuple[RMSNorm | None, ...], x_BLD: Tensor, head: int, table: Tensor | None = None
+) -> tuple[Tensor, ...] | None:
+    """Return heads [B, L, N, H] of several layers by one product; None where each must run by itself."""
+    plain = all(_is_plain(layer, Linear) for layer in layers)
+    plain &= all(norm is None or "forward" not in vars(norm) for norm in norms)
+    if not plain or not _fuses("heads", x_BLD):
+        return None
+    weight = torch.cat([autocast(layer.weight) for layer in layers])
+    bias = torch.cat([layer.bias for layer in layers])
+    product = nn.functional.linear(x_BLD, weight, autocast(bias).detach())
+    parts = tuple(None if norm is None else heads.PartNorm(norm.weight, norm.eps, table is not None) for norm in norms)
+    return heads.heads_of(product, bias, parts, head, table)
 
 
 class FullAttention(nn.Module):
@@ -115,14 +174,34 @@ class FullAttention(nn.Module):
         self.v = Linear(dim, dim)
         self.o = Linear(dim, dim)
 
-    def forward(self, x_BLD: Tensor, text_BSD: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, text_BSD: Tensor | None = None, mask: Tensor | None = None) -> ResidualBranch:
         """Attend; a mask [B, 1, 1, S] is true where a token may be attended to."""
+        joined = None
+        if text_BSD is None:
+            joined = project_heads((self.q, self.k, self.v), (None, None, None), x_BLD, self.head_dim)
         source = x_BLD if text_BSD is None else text_BSD
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (self.q(x_BLD), self.k(source), self.v(source)))
-        out_BLD: Tensor = self.o(attend_fully(q, k, v, mask).flatten(2))
-        return out_BLD
+        if joined is None:
+            products = (self.q(x_BLD), self.k(source), self.v(source))
+            joined = tuple(y.unflatten(-1, (-1, self.head_dim)) for y in products)
+        q, k, v = joined
+        return self.leave(attend_fully(q, k, v, mask))
+
+    def leave(self, y_BLNH: Tensor) -> ResidualBranch:
+        """Return what attention adds to the stream."""
+        out_BLD, bias = project(self.o, y_BLNH.flatten(2), "modulation")
+        return ResidualBranch(out_BLD, bias_D=bias)
 
 
 def feed_forward(dim: int, hidden: int) -> FeedForward:
     """Return the feed-forward of a block: GELU with the tanh approximation, and biases."""
     return FeedForward(dim, hidden, "gelu_tanh")
+
+
+def feed(mlp: FeedForward, x_BLD: Tensor) -> ResidualBranch:
+    """Return what a feed-forward adds to the stream."""
+    if not _is_plain(mlp, FeedForward) or not all(_is_plain(layer, Linear) for layer in (mlp.up, mlp.down)):
+        return ResidualBranch(mlp(x_BLD))
+    inner, bias = project(mlp.up, x_BLD, "gelu")
+    bent = nn.functional.gelu(inner, approximate="tanh") if bias is None else gelu.gelu(inner, bias)
+    out_BLD, down_bias = project(mlp.down, bent, "modulation")
+    return ResidualBranch(out_BLD, bias_D=down_bias)

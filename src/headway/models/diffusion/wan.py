@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from headway.kernels.modulated_norm import Modulation, ResidualBranch
 from headway.models.attention import attend_fully
 from headway.models.diffusion.conditioning import Conditioning
 from headway.models.diffusion.layers import (
@@ -11,9 +12,13 @@ from headway.models.diffusion.layers import (
     TextProjection,
     TimeEmbedding,
     TwoLayers,
-    add_gated,
+    add,
+    add_then_modulate,
+    add_then_norm,
+    feed,
     feed_forward,
     modulate,
+    project_heads,
 )
 from headway.models.diffusion.transformer import DiffusionTransformer, text_of
 from headway.models.layers import LayerNorm, Linear, RMSNorm
@@ -36,14 +41,17 @@ class SelfAttention(FullAttention):
         self.q_norm = WideRMSNorm(model.dim, model.norm_eps)
         self.k_norm = WideRMSNorm(model.dim, model.norm_eps)
 
-    def forward(self, x_BLD: Tensor, bits: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x_BLD: Tensor, bits: Tensor) -> ResidualBranch:  # type: ignore[override]
         """Attend; `bits` is a rotary table, viewed as int32 so that FSDP does not cast it."""
         table_2LR = bits.view(FLOAT)
-        q = rotate_pairs(self.q_norm(self.q(x_BLD)).unflatten(-1, (-1, self.head_dim)), table_2LR)
-        k = rotate_pairs(self.k_norm(self.k(x_BLD)).unflatten(-1, (-1, self.head_dim)), table_2LR)
-        v = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
-        out_BLD: Tensor = self.o(attend_fully(q, k, v).flatten(2))
-        return out_BLD
+        norms = (self.q_norm, self.k_norm, None)
+        joined = project_heads((self.q, self.k, self.v), norms, x_BLD, self.head_dim, table_2LR)
+        if joined is None:
+            q = rotate_pairs(self.q_norm(self.q(x_BLD)).unflatten(-1, (-1, self.head_dim)), table_2LR)
+            k = rotate_pairs(self.k_norm(self.k(x_BLD)).unflatten(-1, (-1, self.head_dim)), table_2LR)
+            joined = (q, k, self.v(x_BLD).unflatten(-1, (-1, self.head_dim)))
+        q, k, v = joined
+        return self.leave(attend_fully(q, k, v))
 
 
 class CrossAttention(FullAttention):
@@ -58,9 +66,10 @@ class CrossAttention(FullAttention):
         self.image_v = Linear(model.dim, model.dim) if image else None
         self.image_k_norm = WideRMSNorm(model.dim, model.norm_eps) if image else None
 
-    def forward(self, x_BLD: Tensor, text_BSD: Tensor, image_BID: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(self, x_BLD: Tensor, text_BSD: Tensor, image_BID: Tensor | None) -> ResidualBranch:  # type: ignore[override]
         """Attend to both; what they add is summed."""
-        q = self.q_norm(self.q(x_BLD)).unflatten(-1, (-1, self.head_dim))
+        alone = project_heads((self.q,), (self.q_norm,), x_BLD, self.head_dim)
+        q = self.q_norm(self.q(x_BLD)).unflatten(-1, (-1, self.head_dim)) if alone is None else alone[0]
         k = self.k_norm(self.k(text_BSD)).unflatten(-1, (-1, self.head_dim))
         v = self.v(text_BSD).unflatten(-1, (-1, self.head_dim))
         y_BLNH = attend_fully(q, k, v)
@@ -71,8 +80,7 @@ class CrossAttention(FullAttention):
             k = self.image_k_norm(self.image_k(image_BID)).unflatten(-1, (-1, self.head_dim))
             v = self.image_v(image_BID).unflatten(-1, (-1, self.head_dim))
             y_BLNH = y_BLNH + attend_fully(q, k, v)
-        out_BLD: Tensor = self.o(y_BLNH.flatten(2))
-        return out_BLD
+        return self.leave(y_BLNH)
 
 
 class Block(nn.Module):
@@ -92,11 +100,12 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return the residual stream with this layer's contribution."""
         table_B6D = self.modulation.to(FLOAT) + time_B6D.to(FLOAT)
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table_B6D.chunk(6, dim=1)
-        x_BLD = add_gated(x_BLD, self.attention(modulate(x_BLD, shift, scale, self.eps), bits), gate)
-        normal = x_BLD if self.cross_norm is None else self.cross_norm(x_BLD)
-        x_BLD = x_BLD + self.cross(normal, text_BSD, image_BID)
-        return add_gated(x_BLD, self.mlp(modulate(x_BLD, mlp_shift, mlp_scale, self.eps)), mlp_gate)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table_B6D.unbind(1)
+        branch = self.attention(modulate(x_BLD, Modulation(shift, scale), self.eps), bits)
+        x_BLD, normal = add_then_norm(x_BLD, branch._replace(gate_BD=gate), self.cross_norm)
+        branch = self.cross(normal, text_BSD, image_BID)
+        x_BLD, normal = add_then_modulate(x_BLD, branch, Modulation(mlp_shift, mlp_scale), self.eps)
+        return add(x_BLD, feed(self.mlp, normal)._replace(gate_BD=mlp_gate))
 
 
 class ImageProjection(TwoLayers):
@@ -143,8 +152,8 @@ class Head(nn.Module):
 
     def forward(self, x_BLD: Tensor, c_BD: Tensor) -> Tensor:
         """Return patches [B, L, P]."""
-        shift, scale = (self.modulation.to(FLOAT) + c_BD.to(FLOAT).unsqueeze(1)).chunk(2, dim=1)
-        out_BLP: Tensor = self.out(modulate(x_BLD, shift, scale, self.eps))
+        shift, scale = (self.modulation.to(FLOAT) + c_BD.to(FLOAT).unsqueeze(1)).unbind(1)
+        out_BLP: Tensor = self.out(modulate(x_BLD, Modulation(shift, scale), self.eps))
         return out_BLP
 
 

@@ -119,7 +119,7 @@ class DiffusionModel(Model):
                 near = [str(n) for n in (size // step * step, (size // step + 1) * step) if n > 0]
                 raise ModelError(
                     f"{_by(sizes)} ({' x '.join(AXES)}) is not divisible into patches of {_by(patch)}: {axis} {size}",
-                    hint=f"nearest {axis} that work: {' or '.join(near)}",
+                    hint=f"nearest that work: {' or '.join(near)}",
                 )
         return frames // patch[0], height // patch[1], width // patch[2]
 

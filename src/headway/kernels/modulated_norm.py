@@ -1,0 +1,408 @@
+"""Residual additions and shifted, scaled LayerNorms of diffusion transformers, each direction in one pass.
+
+    s = x + branch * gate                               a stream and what a branch adds to it; s = x without a branch
+    y = u * (base + scale) + shift                      u = (s - mean(s)) / sqrt(var(s) + eps)
+
+    with g and h the gradients of y and s, and d = g * (base + scale):
+    ds = h + rstd * (d - mean(d) - u * mean(d * u))     the gradient of x too
+    dbranch = ds * gate       dgate = sum ds * branch       dscale = sum g * u       dshift = sum g
+
+Gates, scales and shifts belong to a sample [B, D]; sums are over its tokens. A branch ends in a linear map, whose bias
+has the gradient sum(ds * gate) = sum over samples of gate * sum(ds): it costs no further pass over memory. A compiler
+makes each of these sums a pass of its own, and keeps ds in float32 between them.
+
+Arithmetic is float32. The sum s is rounded to the stream's precision before it is normalized, and each result once.
+
+It is memory-bound: forward reads x and branch and writes s and y, backward reads g, h, s and branch and writes ds and
+dbranch. A program of the backward pass takes every n-th token of a sample and accumulates its own float32 sums, which
+PyTorch adds in a fixed order.
+
+Saved for backward: s, branch, gate, scale, and the mean and rstd of each token in float32.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.triton_compat import tl, triton
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_WIDTH = 4096
+"""A token must fit in the registers of one program, with the sums."""
+PROGRAMS = 264
+"""Of a backward pass, at least: two per multiprocessor of an H200, and the same on all chips, so that sums have the
+same order."""
+SUMS = 4
+"""Sums of a backward pass: of shift, scale, gate and of the stream's gradient."""
+
+
+class Modulation(NamedTuple):
+    """What shifts and scales the norm of a sample's tokens."""
+
+    shift_BD: Tensor
+    scale_BD: Tensor
+    base: float = 1.0
+    """Added to the scale."""
+
+
+class ResidualBranch(NamedTuple):
+    """What a branch adds to the stream."""
+
+    out_BLD: Tensor
+    gate_BD: Tensor | None = None
+    bias_D: Tensor | None = None
+    """Part of `out_BLD` already; its gradient is computed here."""
+
+
+def reference_add(x_BLD: Tensor, branch: ResidualBranch) -> Tensor:
+    """Add a branch to the stream, in PyTorch."""
+    if branch.gate_BD is None:
+        return x_BLD + branch.out_BLD
+    gated = branch.out_BLD.float() * branch.gate_BD.float().unsqueeze(1)
+    return (x_BLD.float() + gated).to(x_BLD.dtype)
+
+
+def reference_norm(x_BLD: Tensor, modulation: Modulation, eps: float) -> Tensor:
+    """Normalize, shift and scale, in PyTorch."""
+    normal = torch.nn.functional.layer_norm(x_BLD.float(), x_BLD.shape[-1:], eps=eps)
+    shift, scale = (x.float().unsqueeze(1) for x in modulation[:2])
+    return (normal * (modulation.base + scale) + shift).to(x_BLD.dtype)
+
+
+def modulated_norm(x_BLD: Tensor, modulation: Modulation, eps: float) -> Tensor:
+    """Normalize, shift and scale."""
+    x_BLD = _checked(x_BLD)
+    shift, scale = _samples(x_BLD, modulation.shift_BD), _samples(x_BLD, modulation.scale_BD)
+    y: Tensor = _norm(x_BLD, None, None, None, shift, scale, modulation.base, eps)[1]
+    return y
+
+
+def add_modulated_norm(
+    x_BLD: Tensor, branch: ResidualBranch, modulation: Modulation, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add a branch to the stream; return the stream, and it normalized, shifted and scaled."""
+    x_BLD = _checked(x_BLD)
+    shift, scale = _samples(x_BLD, modulation.shift_BD), _samples(x_BLD, modulation.scale_BD)
+    out, gate, bias = _parts(x_BLD, branch)
+    total, y, _ = _norm(x_BLD, out, gate, bias, shift, scale, modulation.base, eps)
+    return total, y
+
+
+def add(x_BLD: Tensor, branch: ResidualBranch) -> Tensor:
+    """Add a branch to the stream."""
+    x_BLD = _checked(x_BLD)
+    total: Tensor = _norm(x_BLD, *_parts(x_BLD, branch), None, None, 0.0, 0.0)[0]
+    return total
+
+
+def _checked(x_BLD: Tensor) -> Tensor:
+    if x_BLD.dtype not in DTYPES or x_BLD.ndim != 3 or not 0 < x_BLD.shape[2] <= MAX_WIDTH:
+        raise ValueError(
+            f"expected a stream [B, L, D] of 1 to {MAX_WIDTH} floats per token, got {x_BLD.dtype} {tuple(x_BLD.shape)}"
+        )
+    return x_BLD.contiguous()
+
+
+def _samples(x_BLD: Tensor, numbers: Tensor) -> Tensor:
+    """Return numbers of each sample [B, D] in float32; one row is that of all."""
+    if numbers.ndim != 2 or numbers.shape[1] != x_BLD.shape[2] or numbers.shape[0] not in (1, x_BLD.shape[0]):
+        raise ValueError(f"a stream of {tuple(x_BLD.shape)} cannot take numbers per sample of {tuple(numbers.shape)}")
+    return numbers.float().expand(x_BLD.shape[0], -1).contiguous()
+
+
+def _parts(x_BLD: Tensor, branch: ResidualBranch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if branch.out_BLD.shape != x_BLD.shape or branch.out_BLD.dtype not in DTYPES:
+        shape = f"{branch.out_BLD.dtype} {tuple(branch.out_BLD.shape)}"
+        raise ValueError(f"a stream of {tuple(x_BLD.shape)} cannot take a branch of {shape}")
+    gate = None if branch.gate_BD is None else _samples(x_BLD, branch.gate_BD)
+    return branch.out_BLD.contiguous(), gate, branch.bias_D
+
+
+# -- tiling
+
+
+class ModulationTiling(NamedTuple):
+    """A program's share of the tokens of a sample."""
+
+    block: int
+    """The width, rounded up to a power of two."""
+    warps: int
+    chunks: int
+    """Programs per sample."""
+    stages: int
+
+
+def tiling(samples: int, tokens: int, width: int) -> ModulationTiling:
+    """8 elements per thread: one 16-byte load of bfloat16 per tensor, beside the sums in registers."""
+    block = 1 << (width - 1).bit_length()
+    chunks = max(1, min(tokens, -(-PROGRAMS // samples)))
+    return ModulationTiling(block, max(1, min(16, block // 256)), chunks, 3)
+
+
+# -- kernels
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    branch_ptr,
+    gate_ptr,
+    shift_ptr,
+    scale_ptr,
+    sum_ptr,
+    y_ptr,
+    statistics_ptr,
+    tokens,
+    base,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    sample = (row // tokens) * WIDTH + column
+    x = tl.load(x_ptr + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
+    if ADD:
+        added = tl.load(branch_ptr + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
+        if GATED:
+            added = added * tl.load(gate_ptr + sample, mask=inside, other=0)
+        rounded = (x + added).to(x_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * WIDTH + column, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    if NORM:
+        mean = tl.sum(x, axis=0) / WIDTH
+        away = tl.where(inside, x - mean, 0.0)
+        rstd = 1 / tl.sqrt(tl.sum(away * away, axis=0) / WIDTH + eps)
+        tl.store(statistics_ptr + 2 * row, mean)
+        tl.store(statistics_ptr + 2 * row + 1, rstd)
+        shift = tl.load(shift_ptr + sample, mask=inside, other=0)
+        scale = tl.load(scale_ptr + sample, mask=inside, other=0)
+        tl.store(y_ptr + row * WIDTH + column, away * rstd * (base + scale) + shift, mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr,
+    grad_sum_ptr,
+    sum_ptr,
+    branch_ptr,
+    gate_ptr,
+    scale_ptr,
+    statistics_ptr,
+    dsum_ptr,
+    dbranch_ptr,
+    partial_ptr,
+    tokens,
+    base,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    MORE: tl.constexpr,
+    SUMS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    sample = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if NORM:
+        scale = base + tl.load(scale_ptr + sample * WIDTH + column, mask=inside, other=0)
+    if GATED:
+        gate = tl.load(gate_ptr + sample * WIDTH + column, mask=inside, other=0)
+    dshift = tl.zeros([BLOCK], dtype=tl.float32)
+    dscale = tl.zeros([BLOCK], dtype=tl.float32)
+    dgate = tl.zeros([BLOCK], dtype=tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
+        row = sample * tokens + token
+        at = row * WIDTH + column
+        dsum = tl.zeros([BLOCK], dtype=tl.float32)
+        if MORE:
+            dsum = tl.load(grad_sum_ptr + at, mask=inside, other=0).to(tl.float32)
+        if NORM:
+            grad = tl.load(grad_ptr + at, mask=inside, other=0).to(tl.float32)
+            x = tl.load(sum_ptr + at, mask=inside, other=0).to(tl.float32)
+            rstd = tl.load(statistics_ptr + 2 * row + 1)
+            normal = tl.where(inside, (x - tl.load(statistics_ptr + 2 * row)) * rstd, 0.0)
+            scaled = grad * scale
+            slope = tl.sum(scaled * normal, axis=0) / WIDTH
+            dsum += tl.where(inside, rstd * (scaled - tl.sum(scaled, axis=0) / WIDTH - normal * slope), 0.0)
+            dshift += grad
+            dscale += grad * normal
+        total += dsum
+        if GATED:
+            branch = tl.load(branch_ptr + at, mask=inside, other=0).to(tl.float32)
+            dgate += dsum * branch
+            tl.store(dbranch_ptr + at, dsum * gate, mask=inside)
+        tl.store(dsum_ptr + at, dsum, mask=inside)
+    out = partial_ptr + (sample * tl.num_programs(0) + tl.program_id(0)) * SUMS * WIDTH + column
+    tl.store(out, dshift, mask=inside)
+    tl.store(out + WIDTH, dscale, mask=inside)
+    tl.store(out + 2 * WIDTH, dgate, mask=inside)
+    tl.store(out + 3 * WIDTH, total, mask=inside)
+
+
+# -- operators: opaque to a compiler, so that it neither copies what they return nor splits their passes
+
+
+@torch.library.custom_op("headway::modulated_norm", mutates_args=())
+def _norm(
+    x: Tensor,
+    branch: Tensor | None,
+    gate: Tensor | None,
+    bias: Tensor | None,  # noqa: ARG001 (part of the branch; only its gradient is made here)
+    shift: Tensor | None,
+    scale: Tensor | None,
+    base: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the stream, it normalized, and mean and rstd of each token; what is not asked for is empty."""
+    total, y, statistics = _outputs(x, branch, shift)
+    (samples, tokens, width), cut = x.shape, tiling(*x.shape)
+    if x.numel():
+        _forward_kernel[(samples * tokens,)](
+            x, x if branch is None else branch, x if gate is None else gate, x if shift is None else shift,
+            x if scale is None else scale, total, y, statistics, tokens, base, eps,
+            WIDTH=width, BLOCK=cut.block, ADD=branch is not None, GATED=gate is not None, NORM=shift is not None,
+            num_warps=cut.warps,
+        )  # fmt: skip
+    return total, y, statistics
+
+
+def _outputs(x: Tensor, branch: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    none = x.new_empty(0)
+    y = none if shift is None else torch.empty_like(x)
+    statistics = x.new_empty(0 if shift is None else (*x.shape[:2], 2), dtype=torch.float32)
+    return none.clone() if branch is None else torch.empty_like(x), y, statistics
+
+
+@_norm.register_fake
+def _(
+    x: Tensor,
+    branch: Tensor | None,
+    _gate: Tensor | None,
+    _bias: Tensor | None,
+    shift: Tensor | None,
+    _scale: Tensor | None,
+    _base: float,
+    _eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(x, branch, shift)
+
+
+@torch.library.custom_op("headway::modulated_norm_backward", mutates_args=())
+def _norm_backward(
+    grad: Tensor | None,
+    grad_sum: Tensor | None,
+    total: Tensor,
+    branch: Tensor | None,
+    gate: Tensor | None,
+    scale: Tensor | None,
+    statistics: Tensor,
+    base: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the stream and of a gated branch, and four sums per sample [B, 4, D]."""
+    dsum, dbranch, sums = _gradients(total, branch, gate)
+    (samples, tokens, width), cut = total.shape, tiling(*total.shape)
+    if not total.numel():
+        return dsum, dbranch, sums.zero_()
+    partial = torch.empty((samples, cut.chunks, SUMS, width), dtype=torch.float32, device=total.device)
+    _backward_kernel[(cut.chunks, samples)](
+        total if grad is None else grad.contiguous(), total if grad_sum is None else grad_sum.contiguous(), total,
+        total if branch is None else branch, total if gate is None else gate, total if scale is None else scale,
+        statistics, dsum, dbranch, partial, tokens, base,
+        WIDTH=width, BLOCK=cut.block, GATED=gate is not None, NORM=grad is not None, MORE=grad_sum is not None,
+        SUMS=SUMS, STAGES=cut.stages, num_warps=cut.warps,
+    )  # fmt: skip
+    torch.sum(partial, dim=1, out=sums)
+    return dsum, dbranch, sums
+
+
+def _gradients(total: Tensor, branch: Tensor | None, gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    dbranch = total.new_empty(0) if branch is None or gate is None else torch.empty_like(branch)
+    sums = torch.empty((total.shape[0], SUMS, total.shape[2]), dtype=torch.float32, device=total.device)
+    return torch.empty_like(total), dbranch, sums
+
+
+@_norm_backward.register_fake
+def _(
+    _grad: Tensor | None,
+    _grad_sum: Tensor | None,
+    total: Tensor,
+    branch: Tensor | None,
+    gate: Tensor | None,
+    _scale: Tensor | None,
+    _statistics: Tensor,
+    _base: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(total, branch, gate)
+
+
+# -- gradients
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, branch, gate, bias, shift, scale, base, _ = inputs
+    total, _, statistics = output
+    ctx.save_for_backward(x if branch is None else total, branch if gate is not None else None, gate, scale, statistics)
+    ctx.adds, ctx.norms, ctx.base = None if branch is None else branch.dtype, shift is not None, base
+    ctx.bias = None if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_sum: Tensor | None, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_sum, grad = grad_sum if ctx.adds is not None else None, grad if ctx.norms else None
+    if grad_sum is None and grad is None:
+        return (None,) * 8
+    total, branch, gate, scale, statistics = ctx.saved_tensors
+    dsum, dbranch, sums = _norm_backward(grad, grad_sum, total, branch, gate, scale, statistics, ctx.base)
+    dshift, dscale, dgate, whole = sums.unbind(1)
+    dbias = None
+    if ctx.bias is not None:
+        dbias = (whole if gate is None else whole * gate).sum(0).to(ctx.bias)
+    if ctx.adds is None:
+        return dsum, None, None, None, dshift, dscale, None, None
+    norm = (dshift, dscale) if grad is not None else (None, None)
+    if gate is None:
+        return dsum, dsum.to(ctx.adds), None, dbias, *norm, None, None
+    return dsum, dbranch, dgate, dbias, *norm, None, None
+
+
+_norm.register_autograd(_backward, setup_context=_keep)
+
+
+# -- launches to compile ahead of time
+
+
+def _launches(width: int, dtype: str, *, gated: bool, norm: bool, add: bool = True) -> tuple[LaunchSpec, LaunchSpec]:
+    """Launches of both passes over 16,384 tokens."""
+    x, single, cut = f"*{dtype}", "*fp32", tiling(1, 16384, width)
+    name = f"modulated_norm_{width}_{dtype}" + "_add" * add + "_gated" * gated + "_norm" * norm
+    forward = {"x_ptr": x, "branch_ptr": x, "gate_ptr": single, "shift_ptr": single, "scale_ptr": single}
+    forward |= {"sum_ptr": x, "y_ptr": x, "statistics_ptr": single, "tokens": "i32", "base": "fp32", "eps": "fp32"}
+    backward = {"grad_ptr": x, "grad_sum_ptr": x, "sum_ptr": x, "branch_ptr": x, "gate_ptr": single}
+    backward |= {"scale_ptr": single, "statistics_ptr": single, "dsum_ptr": x, "dbranch_ptr": x}
+    backward |= {"partial_ptr": single, "tokens": "i32", "base": "fp32"}
+    shared = {"WIDTH": width, "BLOCK": cut.block, "GATED": gated, "NORM": norm}
+    more = {"MORE": add, "SUMS": SUMS, "STAGES": cut.stages}
+    return (
+        LaunchSpec(name, _forward_kernel, forward, {**shared, "ADD": add}, warps=cut.warps),
+        LaunchSpec(f"{name}_backward", _backward_kernel, backward, {**shared, **more}, warps=cut.warps),
+    )
+
+
+AHEAD: tuple[LaunchSpec, ...] = (
+    *_launches(1152, "bf16", gated=True, norm=True),
+    *_launches(1536, "bf16", gated=True, norm=True),
+    *_launches(1536, "bf16", gated=False, norm=True),
+    *_launches(1536, "bf16", gated=False, norm=True, add=False),
+    *_launches(1536, "bf16", gated=True, norm=False),
+    *_launches(4096, "bf16", gated=True, norm=True),
+    *_launches(2048, "fp32", gated=True, norm=True),
+)

@@ -1,0 +1,108 @@
+"""Blocks of diffusion transformers with fused kernels, in Triton's interpreter, equal plain ones, forward and backward;
+layers that are adapted or split run by themselves."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headway.kernels import dispatch, few_rows
+from headway.kernels.dispatch import UNMEASURED
+from headway.models.diffusion import dit, wan
+from headway.models.diffusion.layers import project, project_heads
+from headway.models.lora import LoraLinear
+from headway.recipe.families.dit import DiT
+from headway.recipe.families.wan import Wan
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+SIZES: dict[str, Any] = {"layers": 1, "dim": 24, "heads": 2, "hidden": 40, "in_channels": 4}
+TEXT = {"text_dim": 6, "text_tokens": 5}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has the CPU count as a device of Triton's, which its interpreter makes it, for the fused kernels alone."""
+    monkeypatch.setattr(dispatch, "devices", ("cuda", "cpu"))
+    dispatch.make_plain(("rms_norm", "rope", "gated", "attention"))
+    yield
+    dispatch.make_plain(())
+    dispatch.try_out(())
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def case(name: str) -> tuple[nn.Module, list[Any]]:
+    """A block and its inputs."""
+    stream = drawn(2, 6, 24, seed=0)
+    if name.startswith("wan"):
+        model = Wan(family="wan", **SIZES, **TEXT, cross_norm="cross norm" in name)
+        turns = drawn(6, 6, seed=3).detach()
+        bits = torch.stack((turns.cos(), turns.sin())).view(torch.int32)
+        block: nn.Module = wan.Block(model)
+        inputs = [stream, drawn(2, 6, 24, seed=1), drawn(2, 5, 24, seed=2), None, bits]
+    elif name == "dit of text":
+        block = dit.Block(DiT(family="dit", **SIZES, conditioning="text", **TEXT))
+        mask = torch.arange(5) < torch.tensor([[[[5]]], [[[3]]]])
+        inputs = [stream, drawn(2, 24, seed=1), drawn(2, 5, 24, seed=2), mask]
+    else:
+        block = dit.Block(DiT(family="dit", **SIZES, num_classes=3))
+        inputs = [stream, drawn(2, 24, seed=1)]
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(0, 0.2, generator=generator)
+    return block, inputs
+
+
+def passes(block: nn.Module, inputs: list[Any], operations: tuple[Any, ...], *, compiled: bool = False) -> list[Tensor]:
+    """The result, and gradients of all inputs and parameters."""
+    dispatch.try_out(operations)
+    forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True) if compiled else block.forward
+    y = forward(*inputs)
+    leaves = [*block.parameters(), *(x for x in inputs if x is not None and x.requires_grad)]
+    return [y.detach(), *torch.autograd.grad(y, leaves, drawn(*y.shape, seed=4).detach())]
+
+
+@pytest.mark.parametrize("name", ["wan, cross norm", "wan", "dit", "dit of text"])
+@pytest.mark.parametrize("operations", [*sorted((one,) for one in UNMEASURED), tuple(sorted(UNMEASURED))], ids=str)
+def test_fused_blocks_are_those_of_plain_pytorch(name: str, operations: tuple[Any, ...]) -> None:
+    block, inputs = case(name)
+    for fused, plain in zip(passes(block, inputs, operations), passes(block, inputs, ()), strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("name", ["wan, cross norm", "dit"])
+def test_a_compiler_takes_them_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph; what CPUs do with few rows in inference would break it."""
+    monkeypatch.setattr(few_rows, "takes", lambda *_: False)
+    block, inputs = case(name)
+    operations = tuple(UNMEASURED)
+    compiled, eager = passes(block, inputs, operations, compiled=True), passes(block, inputs, operations)
+    for actual, right in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5)
+
+
+def test_they_are_off_until_measured() -> None:
+    block, inputs = case("dit")
+    assert project(block.mlp.up, inputs[0], "gelu")[1] is None
+    assert {dispatch.fused(operation, "cuda", torch.bfloat16).kernel for operation in UNMEASURED} == {"pytorch"}
+
+
+def test_adapted_and_split_layers_run_by_themselves() -> None:
+    block, inputs = case("dit")
+    dispatch.try_out(UNMEASURED)
+    layer, stream = block.mlp.up, inputs[0]
+    assert project(layer, stream, "gelu")[1] is layer.bias
+    layers = (block.attention.q, block.attention.k)
+    assert project_heads(layers, (None, None), stream, 12) is not None
+    layer.forward = partial(layer.forward)  # as a tensor axis does
+    assert project(layer, stream, "gelu")[1] is None
+    layers[0].__class__ = LoraLinear
+    assert project_heads(layers, (None, None), stream, 12) is None
