@@ -9,7 +9,9 @@ from pydantic_core import PydanticCustomError
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 
 Optimizer = Literal["adamw", "muon", "adamw-8bit", "adafactor"]
-Operation = Literal["attention", "experts", "rms_norm", "rope", "gated", "loss", "adamw", "norm", "newton_schulz"]
+Operation = Literal[
+    "attention", "experts", "rms_norm", "rope", "gated", "loss", "adamw", "norm", "newton_schulz", "fp8"
+]
 """Operations with custom kernels."""
 Pattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9_*]+(\.[A-Za-z0-9_*]+)*$")]
 """Parameter names: `*` matches one part, or some letters of one; `**` any number of parts."""
