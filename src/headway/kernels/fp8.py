@@ -45,6 +45,8 @@ class Float8(NamedTuple):
     """[1, 1], or [M, 1] by rows."""
     scale_t: Tensor
     """[1, 1], or [K, 1] by columns."""
+    peak: Tensor
+    """The largest magnitude, in float32."""
 
 
 def largest(e5m2: bool) -> float:
@@ -88,17 +90,18 @@ def cast(
 
     `peak` is the largest magnitude if known, or any number of them; `rows` and `columns` say which codes are needed.
     """
+    peak = peak_of(x_MK, 1) if peak is None or rowwise else peak
+    most = peak.amax()
     if rowwise:
-        scale, scale_t = scale_of(peak_of(x_MK, 1), e5m2), scale_of(peak_of(x_MK, 0), e5m2).mT
+        scale, scale_t = scale_of(peak, e5m2), scale_of(peak_of(x_MK, 0), e5m2).mT
     else:
-        peak = peak_of(x_MK, 1) if peak is None else peak
-        scale = scale_t = scale_of(peak.amax().reshape(1, 1), e5m2)
+        scale = scale_t = scale_of(most.reshape(1, 1), e5m2)
     inverse, inverse_t = inverse_of(scale), inverse_of(scale_t)
     if uses_triton("fp8", x_MK):
         codes, codes_t = _cast(x_MK, inverse, inverse_t, e5m2, rowwise, rows, columns)
     else:
         codes, codes_t = reference(x_MK, inverse, inverse_t, e5m2=e5m2, rows=rows, columns=columns)
-    return Float8(codes, codes_t, scale, scale_t)
+    return Float8(codes, codes_t, scale, scale_t, most)
 
 
 def reference(
