@@ -13,6 +13,8 @@ products of a linear layer sum over inputs, outputs and tokens, so that each ten
 and its columns. A program of the cast reads a tile once and writes both. It is memory-bound: two bytes read and two
 written per element of bfloat16.
 
+Weights are cast as bfloat16 has them, also where they are stored in float32: shards are gathered in it.
+
 Elsewhere codes are multiplied in float32, which is exact up to the order of the sum.
 """
 
@@ -118,10 +120,11 @@ def reference(
 def cast_into(
     x_MK: Tensor, inverse: Tensor, inverse_t: Tensor, codes_MK: Tensor, codes_KM: Tensor, *, rowwise: bool = False
 ) -> None:
-    """Write a matrix's codes in e4m3 into parts of other tensors."""
+    """Write the codes in e4m3 of a matrix as bfloat16 has it into parts of other tensors."""
     if uses_triton("fp8", x_MK):
         _launch(x_MK, inverse, inverse_t, codes_MK, codes_KM, e5m2=False, rowwise=rowwise, wrapped=False)
         return
+    x_MK = x_MK.bfloat16()
     for part, codes in zip((codes_MK, codes_KM), reference(x_MK, inverse, inverse_t, e5m2=False), strict=True):
         part.copy_(codes)
 
@@ -172,6 +175,7 @@ def _cast_kernel(
     ROWWISE: tl.constexpr,
     WRITES_ROWS: tl.constexpr,
     WRITES_COLUMNS: tl.constexpr,
+    THROUGH_BFLOAT16: tl.constexpr,
     ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -180,6 +184,8 @@ def _cast_kernel(
     column = ((tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0).to(tl.float32)
+    if THROUGH_BFLOAT16:
+        x = x.to(tl.bfloat16).to(tl.float32)
     if ROWWISE:
         by_row = tl.load(inverse_ptr + row, mask=row < rows, other=1)[:, None]
         by_column = tl.load(inverse_t_ptr + column, mask=column < width, other=1)[None, :]
@@ -252,6 +258,7 @@ def _launch(
         ROWWISE=rowwise,
         WRITES_ROWS=codes.numel() > 0,
         WRITES_COLUMNS=codes_t.numel() > 0,
+        THROUGH_BFLOAT16=not wrapped and x_MK.dtype == torch.float32,
         ROUNDS=x_MK.device.type == "cpu",
         BLOCK=BLOCK,
         num_warps=WARPS,
@@ -266,8 +273,9 @@ def _ahead(name: str, dtype: str, *, e5m2: bool, rowwise: bool, rows: bool = Tru
     types = {"x_ptr": f"*{dtype}", "inverse_ptr": "*fp32", "inverse_t_ptr": "*fp32", "codes_ptr": codes}
     types |= {"codes_t_ptr": codes, "rows": count, "width": count}
     types |= {"x_stride": count, "codes_stride": count, "codes_t_stride": count}
-    constants = {"E5M2": e5m2, "ROWWISE": rowwise, "WRITES_ROWS": rows, "WRITES_COLUMNS": columns, "ROUNDS": False}
-    return LaunchSpec(f"fp8_cast_{name}", _cast_kernel, types, {**constants, "BLOCK": BLOCK}, warps=WARPS)
+    constants = {"E5M2": e5m2, "ROWWISE": rowwise, "WRITES_ROWS": rows, "WRITES_COLUMNS": columns}
+    constants |= {"THROUGH_BFLOAT16": dtype == "fp32", "ROUNDS": False, "BLOCK": BLOCK}
+    return LaunchSpec(f"fp8_cast_{name}", _cast_kernel, types, constants, warps=WARPS)
 
 
 AHEAD: tuple[LaunchSpec, ...] = (

@@ -34,7 +34,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         experts, outputs, inputs = matrices_EOK.shape
         made = cast(rows_NK, rowwise=True, columns=False)
-        codes, scales = _scaled(matrices_EOK.flatten(0, 1), e5m2=False)
+        codes, scales = _scaled(matrices_EOK.bfloat16().flatten(0, 1), e5m2=False)
         seen = None if observed is None else observe(rows_NK, made, e5m2=False)
         ctx.save_for_backward(rows_NK, matrices_EOK, ends_E, seen)
         ctx.e5m2 = e5m2
@@ -49,7 +49,7 @@ class _GroupedLinear(torch.autograd.Function):
         experts, outputs, inputs = matrices_EOK.shape
         dy_NO = dy_NO.contiguous()
         made = cast(dy_NO, rowwise=True, e5m2=ctx.e5m2, columns=False)
-        codes, scales = _scaled(matrices_EOK.mT.flatten(0, 1), e5m2=False)
+        codes, scales = _scaled(matrices_EOK.bfloat16().mT.flatten(0, 1), e5m2=False)
         dx_NK = torch._scaled_grouped_mm(
             made.codes, codes.view(experts, inputs, outputs).mT, made.scale.flatten(), scales.view(experts, inputs),
             offs=ends_E, out_dtype=dy_NO.dtype,

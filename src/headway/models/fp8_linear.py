@@ -60,6 +60,7 @@ class Float8Weights:
         self.codes_t: Tensor | None = None
         self.scale: Tensor | None = None
         self.scale_t: Tensor | None = None
+        """Of columns; None if it is that of rows."""
         self.observed: Tensor | None = None
 
     def observe(self, device: torch.device) -> None:
@@ -77,13 +78,13 @@ class Float8Weights:
         assert self.codes is not None
         assert self.codes_t is not None
         if self.rowwise:
-            made = cast(torch.cat(weights) if len(weights) > 1 else weights[0], rowwise=True)
+            made = cast(torch.cat(weights).bfloat16(), rowwise=True)
             self.codes.copy_(made.codes)
             self.codes_t.copy_(made.codes_t)
             self.scale, self.scale_t = _kept(self.scale, made.scale), _kept(self.scale_t, made.scale_t)
             return
         assert scale is not None
-        self.scale = self.scale_t = _kept(self.scale, scale)
+        self.scale = _kept(self.scale, scale)
         inverse, begin = inverse_of(scale), 0
         for weight in weights:
             end = begin + len(weight)
@@ -99,7 +100,8 @@ def _kept(before: Tensor | None, now: Tensor) -> Tensor:
 @torch.no_grad()
 def tensor_scales(groups: list[tuple[Tensor, ...]]) -> list[Tensor]:
     """Return a scale [1, 1] of each group of weights: their magnitudes are read in few launches."""
-    norms = torch.stack(torch._foreach_norm([w for weights in groups for w in weights], float("inf"))).float()
+    norms = torch.stack(torch._foreach_norm([w for weights in groups for w in weights], float("inf")))
+    norms = norms.bfloat16().float()  # the largest of rounded numbers
     most = max(len(weights) for weights in groups)
     places, begin = [], 0
     for weights in groups:
@@ -164,10 +166,10 @@ class _Linear(torch.autograd.Function):
         is_held = codes is not None
         if codes is None or scale is None:
             (weight,) = weights
-            codes, _, scale, *_ = cast(weight, rowwise=rowwise, columns=False)
+            codes, _, scale, *_ = cast(weight.bfloat16(), rowwise=rowwise, columns=False)
         y_MN = product(x8.codes, x8.scale, codes, scale, x_MK.dtype, fast=True)
         seen = None if observed is None else observe(x_MK, x8, e5m2=False)
-        kept = (codes_t, scale_t) if is_held else (weights[0], None)
+        kept = (codes_t, scale if scale_t is None else scale_t) if is_held else (weights[0], None)
         ctx.save_for_backward(x8.codes_t, x8.scale_t, *kept, seen)
         ctx.rowwise, ctx.e5m2, ctx.learns, ctx.is_held = rowwise, e5m2, learns, is_held
         ctx.sizes, ctx.dtypes = [len(weight) for weight in weights], [weight.dtype for weight in weights]
@@ -177,7 +179,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_codes_t, x_scale_t, codes_t, scale_t, seen = ctx.saved_tensors
         if not ctx.is_held:
-            _, codes_t, _, scale_t, _ = cast(codes_t, rowwise=ctx.rowwise, rows=False)
+            _, codes_t, _, scale_t, _ = cast(codes_t.bfloat16(), rowwise=ctx.rowwise, rows=False)
         dy8 = cast(dy_MN, e5m2=ctx.e5m2, rowwise=ctx.rowwise, columns=ctx.learns)
         dx_MK = product(dy8.codes, dy8.scale, codes_t, scale_t, dy_MN.dtype)
         slopes = _weight_gradients(dy8, x_codes_t, x_scale_t, dy_MN.dtype, ctx) if ctx.learns else [None] * len(ctx.sizes)
@@ -201,11 +203,11 @@ class _GatedFeedForward(torch.autograd.Function):
         up: Tensor,
         up_t: Tensor,
         up_scale: Tensor,
-        up_scale_t: Tensor,
+        up_scale_t: Tensor | None,
         down: Tensor,
         down_t: Tensor,
         down_scale: Tensor,
-        down_scale_t: Tensor,
+        down_scale_t: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
         x8 = cast(x_MK, rowwise=rowwise, columns=learns)
@@ -216,6 +218,8 @@ class _GatedFeedForward(torch.autograd.Function):
         seen = (None, None)
         if up_observed is not None:
             seen = observe(x_MK, x8, e5m2=False), observe(hidden, hidden8, e5m2=False)
+        up_scale_t = up_scale if up_scale_t is None else up_scale_t
+        down_scale_t = down_scale if down_scale_t is None else down_scale_t
         ctx.save_for_backward(
             x8.codes_t, x8.scale_t, pair, hidden8.codes_t, hidden8.scale_t, up_t, up_scale_t, down_t, down_scale_t, *seen
         )
@@ -232,7 +236,7 @@ class _GatedFeedForward(torch.autograd.Function):
         dpair, peaks = gated_pair_backward(dhidden, pair, ctx.gelu)
         dpair8 = cast(dpair, e5m2=ctx.e5m2, rowwise=ctx.rowwise, peak=peaks, columns=ctx.learns)
         dx_MK = product(dpair8.codes, dpair8.scale, up_t, up_scale_t, dtype)
-        slopes = list[Tensor | None]([None] * 3)
+        slopes: list[Tensor | None] = [None] * 3
         if ctx.learns:
             of_pair = product(dpair8.codes_t, dpair8.scale_t, x_t, x_scale_t, dtype).split(ctx.sizes[:2])
             of_down = product(dy8.codes_t, dy8.scale_t, hidden_t, hidden_scale_t, dtype)

@@ -27,6 +27,7 @@ from headway.models.diffusion import Conditioning, DiffusionTransformer, TextSta
 from headway.models.experts import set_loss_scale
 from headway.models.fp8 import Float8Model, make_fp8
 from headway.parallel.collectives import whole
+from headway.parallel.fp8_gather import Float8Gather
 from headway.parallel.gradients import Missing
 from headway.parallel.layout import (
     TensorCuts,
@@ -112,6 +113,8 @@ class ParallelModel:
     """Adds a teacher's columns to rows, if it runs beside the model."""
     float8: Float8Model | None = None
     """Its float8 products, if the recipe has any."""
+    gathered: Float8Gather | None = None
+    """Its weights that are gathered in float8, if any."""
 
     def passes(self, batch: DeviceBatch, scale: SumScale) -> Tensor:
         """Run forward and backward over all rows, by microbatches; gradients are reduced in the last one, or in each.
@@ -142,6 +145,8 @@ class ParallelModel:
         """Cast weights to float8, where the recipe says so: once for all microbatches."""
         if self.float8 is not None:
             self.float8.refresh()
+        if self.gathered is not None:
+            self.gathered.refresh()
 
     def document_logprobs(self, batch: DeviceBatch) -> Tensor | None:
         """Return the log-probabilities of the documents of all rows, [rows, documents]; None before the last stage."""
@@ -279,9 +284,11 @@ def parallelize_model(
     # memory, last
     for stage in stages.stages:
         _allocate(stage.module, world.device)
-    float8 = None
+    float8 = gathered = None
     if train.fp8 is not None:
         float8 = Float8Model(stages.model, world.device, holds=holds)
+        if train.fp8.gather and train.fp8.scaling == "tensorwise" and not copies:
+            gathered = Float8Gather(stages.model, float8, world.axis("shard"))
     schedule = None
     if pipeline.size > 1:
         wrong = "pipeline-loss-scale" in mutations
@@ -304,6 +311,7 @@ def parallelize_model(
         forgets="no-gradient-reduction" in mutations,
         head=head,
         float8=float8,
+        gathered=gathered,
     )
 
 
