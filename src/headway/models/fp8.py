@@ -55,7 +55,7 @@ def check_device(device: torch.device, kind: str) -> None:
         name = torch.cuda.get_device_name(device)
         raise ModelError(
             f"train.fp8 ({kind}) needs compute capability {least[0]}.{least[1]}, and {name} has {found[0]}.{found[1]}",
-            hint="leave [train.fp8] out" if found < (8, 9) else '--set train.fp8.scaling=tensorwise',
+            hint="leave [train.fp8] out" if found < (8, 9) else "--set train.fp8.scaling=tensorwise",
         )
     if kind == "experts" and not hasattr(torch, "_scaled_grouped_mm"):
         raise ModelError(

@@ -1,6 +1,7 @@
 """Products of experts in float8, all in one: rows sorted by expert times each expert's own matrix.
 
-    y_NO = rows_NK @ w_EOK[e].T        dx_NK = dy_NO @ w_EOK[e]        scales by rows, as PyTorch's grouped product takes
+    y_NO = rows_NK @ w_EOK[e].T        in float8, with scales by rows, as PyTorch's grouped product takes
+    dx_NK = dy_NO @ w_EOK[e]           the same
     dw_EOK[e] = dy_NO.T @ rows_NK      in bfloat16: in float8 each expert's rows would have to be a multiple of 16
 
 Weights are cast at each use: a step routes few rows to each of many experts, and held codes would be as large as all

@@ -117,6 +117,8 @@ def tensor_scales(groups: list[tuple[Tensor, ...]]) -> list[Tensor]:
 
 def linear(x: Tensor, float8: Float8Weights, weights: tuple[Tensor, ...]) -> Tensor:
     """Return the outputs of layers that share an input, side by side, without biases."""
+    if x.is_meta:  # weights have no codes yet; only the shape matters
+        return x.new_empty((*x.shape[:-1], sum(len(weight) for weight in weights)))
     x = autocast(x)
     held = (float8.codes, float8.codes_t, float8.scale, float8.scale_t)
     learns = any(weight.requires_grad for weight in weights)
@@ -129,6 +131,8 @@ def gated_feed_forward(
     x: Tensor, up: Float8Weights, down: Float8Weights, weights: tuple[Tensor, Tensor, Tensor], gelu: bool
 ) -> Tensor:
     """Return down(activation(gate(x)) * up(x)) of held weights: the casts between take the activation's own peak."""
+    if x.is_meta:
+        return torch.empty_like(x)
     x = autocast(x)
     held = (up.codes, up.codes_t, up.scale, up.scale_t, down.codes, down.codes_t, down.scale, down.scale_t)
     learns = any(weight.requires_grad for weight in weights)
@@ -182,7 +186,9 @@ class _Linear(torch.autograd.Function):
             _, codes_t, _, scale_t, _ = cast(codes_t.bfloat16(), rowwise=ctx.rowwise, rows=False)
         dy8 = cast(dy_MN, e5m2=ctx.e5m2, rowwise=ctx.rowwise, columns=ctx.learns)
         dx_MK = product(dy8.codes, dy8.scale, codes_t, scale_t, dy_MN.dtype)
-        slopes = _weight_gradients(dy8, x_codes_t, x_scale_t, dy_MN.dtype, ctx) if ctx.learns else [None] * len(ctx.sizes)
+        slopes = (
+            _weight_gradients(dy8, x_codes_t, x_scale_t, dy_MN.dtype, ctx) if ctx.learns else [None] * len(ctx.sizes)
+        )
         observed = None if seen is None else torch.cat((seen, observe(dy_MN, dy8, e5m2=ctx.e5m2)[1:]))
         return dx_MK, observed, *(None,) * 7, *slopes
 
@@ -216,12 +222,21 @@ class _GatedFeedForward(torch.autograd.Function):
         hidden8 = cast(hidden, rowwise=rowwise, peak=peaks, columns=learns)
         y_MK = product(hidden8.codes, hidden8.scale, down, down_scale, x_MK.dtype, fast=True)
         seen = (None, None)
-        if up_observed is not None:
+        if up_observed is not None and down_observed is not None:
             seen = observe(x_MK, x8, e5m2=False), observe(hidden, hidden8, e5m2=False)
         up_scale_t = up_scale if up_scale_t is None else up_scale_t
         down_scale_t = down_scale if down_scale_t is None else down_scale_t
         ctx.save_for_backward(
-            x8.codes_t, x8.scale_t, pair, hidden8.codes_t, hidden8.scale_t, up_t, up_scale_t, down_t, down_scale_t, *seen
+            x8.codes_t,
+            x8.scale_t,
+            pair,
+            hidden8.codes_t,
+            hidden8.scale_t,
+            up_t,
+            up_scale_t,
+            down_t,
+            down_scale_t,
+            *seen,
         )
         ctx.rowwise, ctx.e5m2, ctx.learns, ctx.gelu = rowwise, e5m2, learns, gelu
         ctx.sizes, ctx.dtypes = [len(weight) for weight in weights], [weight.dtype for weight in weights]
@@ -229,7 +244,9 @@ class _GatedFeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_MK: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_t, x_scale_t, pair, hidden_t, hidden_scale_t, up_t, up_scale_t, down_t, down_scale_t, *seen = ctx.saved_tensors
+        x_t, x_scale_t, pair, hidden_t, hidden_scale_t, up_t, up_scale_t, down_t, down_scale_t, *seen = (
+            ctx.saved_tensors
+        )
         dtype = dy_MK.dtype
         dy8 = cast(dy_MK, e5m2=ctx.e5m2, rowwise=ctx.rowwise, columns=ctx.learns)
         dhidden = product(dy8.codes, dy8.scale, down_t, down_scale_t, dtype)

@@ -81,6 +81,7 @@ def _after(
     if out is None:
         weight = codes.to(dtype) * scale.to(dtype)
         return weight, (weight,)
+    out = out._local_tensor if isinstance(out, DTensor) else out  # of a weight that is also split
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
         torch.mul(codes.to(dtype), scale.to(dtype), out=out)
     return None

@@ -47,6 +47,14 @@ class Fp8Layers:
     skipped: Mapping[str, str]
     """Why others of the blocks' linear layers are not."""
 
+    def describe(self) -> str:
+        """Return a sentence: how many layers are in float8, and which are not, a layer's name standing for all like it."""
+        alike = dict[str, str]()
+        for name, why in self.skipped.items():
+            alike.setdefault(re.sub(r"\b\d+\b", "*", name), why)
+        left = "; ".join(f"{name}: {why}" for name, why in alike.items())
+        return f"fp8: {len(self.chosen)} layers" + (f", without {left}" if left else "")
+
 
 def fp8_layers(model: Model, fp8: Fp8) -> Fp8Layers:
     """Return which layers of a model are in float8; raise RecipeError for a pattern without a layer."""

@@ -28,7 +28,9 @@ def is_due(step: int) -> bool:
 def read_observed(float8: Float8Model) -> Observed:
     """Return the means of layers that saw anything in this step."""
     rows: Sequence[Sequence[float]] = float8.observed().tolist()
-    by_layer = {group.name: dict(zip(OBSERVED, row, strict=True)) for group, row in zip(float8.groups, rows, strict=True)}
+    by_layer = {
+        group.name: dict(zip(OBSERVED, row, strict=True)) for group, row in zip(float8.groups, rows, strict=True)
+    }
     return {
         name: {key: value / sums["passes"] for key, value in sums.items() if key != "passes"}
         for name, sums in by_layer.items()
@@ -52,13 +54,18 @@ def alarms(observed: Observed, most_zero: float, step: int) -> list[str]:
             if zero > most_zero:
                 sentences.append(
                     f"fp8: at step {step} {zero:.0%} of the {kind}s of {name} become zero (largest {peak:.3g}); "
-                    f'train.fp8.skip = ["{name.partition("+")[0]}"] keeps it in bfloat16'
+                    f'train.fp8.skip = ["{_pattern(name)}"] keeps it in bfloat16'
                 )
             if not over <= MOST_OVER:
                 sentences.append(
                     f"fp8: at step {step} {over:.0%} of the {kind}s of {name} do not fit (largest {peak:.3g})"
                 )
     return sentences
+
+
+def _pattern(name: str) -> str:
+    """Return a pattern of a product's layers: layers.0.attention.* of layers.0.attention.q+k+v."""
+    return f"{name.rpartition('.')[0]}.*" if "+" in name else name
 
 
 def record_observed(recorder: Recorder, float8: Float8Model, most_zero: float, step: int) -> dict[str, float]:

@@ -37,6 +37,7 @@ from headway.recipe import Data, Eval, FaultPlan, Model, Parallel, Recipe, chang
 from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.find_own_code import check_class
 from headway.recipe.huggingface import read_model
+from headway.recipe.fp8 import fp8_layers
 from headway.recipe.lora import adapted_layers
 from headway.recipe.objective import CustomObjective, Reward
 from headway.recipe.patterns import matched
@@ -381,6 +382,8 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
             f"model.init = {recipe.model.init!r} is a reward model, which predicts no tokens",
             hint="--set objective.kind=reward continues it; any other objective needs the model that it began with",
         )
+    if recipe.train.fp8 is not None and model.class_ is None:
+        fp8_layers(model, recipe.train.fp8)  # refuses patterns without a layer
     if isinstance(model, DiffusionModel):
         return with_sample_tokens(recipe.model_copy(update={"model": model}))
     if model.class_ is not None:
