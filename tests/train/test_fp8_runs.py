@@ -56,11 +56,11 @@ def test_first_step_records_what_each_layer_saw(unharmed) -> None:
     assert "layers.0.attention.o" not in event["layers"]
     assert "layers.1.attention.o" in event["layers"]
     for layer in event["layers"].values():
-        assert layer["input_peak"] > layer["gradient_peak"] > 0
-        assert layer["input_over"] == layer["gradient_over"] == 0
+        assert layer["input_amax"] > layer["gradient_amax"] > 0
+        assert layer["input_overflow"] == layer["gradient_overflow"] == 0
     first, second = unharmed.events("step")[:2]
-    assert first["fp8_gradient_zero"] == max(layer["gradient_zero"] for layer in event["layers"].values())
-    assert "fp8_gradient_zero" not in second
+    assert first["fp8_gradient_underflow"] == max(layer["gradient_underflow"] for layer in event["layers"].values())
+    assert "fp8_gradient_underflow" not in second
 
 
 @pytest.mark.slow
@@ -81,8 +81,8 @@ def test_model_without_a_fitting_layer_is_refused_before_a_run_starts(lab, recip
 
 
 def layer(**changes: float) -> dict[str, float]:
-    shares = {f"{kind}_{key}": 0.0 for kind in ("input", "gradient") for key in ("zero", "over")}
-    return {**shares, "input_peak": 3.0, "gradient_peak": 0.5, **changes}
+    shares = {f"{kind}_{key}": 0.0 for kind in ("input", "gradient") for key in ("underflow", "overflow")}
+    return {**shares, "input_amax": 3.0, "gradient_amax": 0.5, **changes}
 
 
 def test_first_and_every_hundredth_step_are_recorded() -> None:
@@ -90,7 +90,7 @@ def test_first_and_every_hundredth_step_are_recorded() -> None:
 
 
 def test_alarm_names_the_layer_the_share_and_what_to_do() -> None:
-    observed = {"layers.0.mlp.down": layer(), "layers.3.attention.q+k+v": layer(gradient_zero=0.72)}
+    observed = {"layers.0.mlp.down": layer(), "layers.3.attention.q+k+v": layer(gradient_underflow=0.72)}
     assert alarms(observed, 0.72, 100) == []
     (sentence,) = alarms(observed, 0.5, 100)
     assert "at step 100 72% of the gradients of layers.3.attention.q+k+v become zero (largest 0.5)" in sentence
@@ -98,8 +98,8 @@ def test_alarm_names_the_layer_the_share_and_what_to_do() -> None:
 
 
 def test_what_does_not_fit_is_an_alarm_too_and_so_is_not_a_number() -> None:
-    observed = {"a": layer(input_over=0.02), "b": layer(gradient_over=math.nan)}
+    observed = {"a": layer(input_overflow=0.02), "b": layer(gradient_overflow=math.nan)}
     assert ["do not fit" in sentence for sentence in alarms(observed, 0.5, 1)] == [True, True]
-    assert worst(observed)["fp8_input_over"] == 0.02
-    assert math.isnan(worst(observed)["fp8_gradient_over"])
+    assert worst(observed)["fp8_input_overflow"] == 0.02
+    assert math.isnan(worst(observed)["fp8_gradient_overflow"])
     assert worst({}) == {}

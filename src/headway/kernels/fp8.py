@@ -47,7 +47,7 @@ class Float8(NamedTuple):
     """[1, 1], or [M, 1] by rows."""
     scale_t: Tensor
     """[1, 1], or [K, 1] by columns."""
-    peak: Tensor
+    amax: Tensor
     """The largest magnitude, in float32."""
 
 
@@ -61,17 +61,17 @@ def smallest(e5m2: bool) -> float:
     return 2.0**-16 if e5m2 else 2.0**-9
 
 
-def peak_of(x_MK: Tensor, dim: int) -> Tensor:
+def amax_of(x_MK: Tensor, dim: int) -> Tensor:
     """Return the largest magnitudes along a dim, in float32: a reduction that a compiler joins to what makes x."""
     return torch.linalg.vector_norm(x_MK, float("inf"), dim=dim, keepdim=True).float()
 
 
-def scale_of(peak: Tensor, e5m2: bool) -> Tensor:
-    """Return the scales of peaks. Both formats' largest number is 1.75 times a power of two."""
-    bits = peak.view(torch.int32)
+def scale_of(amax: Tensor, e5m2: bool) -> Tensor:
+    """Return the scales of amaxes. Both formats' largest number is 1.75 times a power of two."""
+    bits = amax.view(torch.int32)
     exponent = (bits >> 23) - (15 if e5m2 else 8) + ((bits & 0x7FFFFF) > 0x600000).int()
     scale = (exponent.clamp(1, 253) << 23).view(torch.float32)  # such that its inverse is a normal number, too
-    return torch.where(peak < float("inf"), scale, torch.nan)
+    return torch.where(amax < float("inf"), scale, torch.nan)
 
 
 def inverse_of(scale: Tensor) -> Tensor:
@@ -84,18 +84,18 @@ def cast(
     *,
     e5m2: bool = False,
     rowwise: bool = False,
-    peak: Tensor | None = None,
+    amax: Tensor | None = None,
     rows: bool = True,
     columns: bool = True,
 ) -> Float8:
     """Cast a matrix to float8, with one scale or one per row (and per column for its transpose).
 
-    `peak` is the largest magnitude if known, or any number of them; `rows` and `columns` say which codes are needed.
+    `amax` is the largest magnitude if known, or any number of them; `rows` and `columns` say which codes are needed.
     """
-    peak = peak_of(x_MK, 1) if peak is None or rowwise else peak
-    most = peak.amax()
+    amax = amax_of(x_MK, 1) if amax is None or rowwise else amax
+    most = amax.amax()
     if rowwise:
-        scale, scale_t = scale_of(peak, e5m2), scale_of(peak_of(x_MK, 0), e5m2).mT
+        scale, scale_t = scale_of(amax, e5m2), scale_of(amax_of(x_MK, 0), e5m2).mT
     else:
         scale = scale_t = scale_of(most.reshape(1, 1), e5m2)
     inverse, inverse_t = inverse_of(scale), inverse_of(scale_t)

@@ -67,7 +67,7 @@ def gated_pair(pair: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = _gated_pair(pair, gelu)
         return result
     out = (reference_geglu if gelu else reference_swiglu)(*pair.chunk(2, dim=-1))
-    return out, peak_of_all(out)
+    return out, amax_of_all(out)
 
 
 def gated_pair_backward(grad: Tensor, pair: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
@@ -80,10 +80,10 @@ def gated_pair_backward(grad: Tensor, pair: Tensor, gelu: bool) -> tuple[Tensor,
     steepness = sigmoid * (1 - sigmoid) * (SLOPE * (1 + 3 * CUBIC * gate * gate) if gelu else 1)
     dgate, dup = grad * up * (sigmoid + gate * steepness), grad * gate * sigmoid
     dpair = torch.cat((dgate, dup), dim=-1).to(pair.dtype)
-    return dpair, peak_of_all(dpair)
+    return dpair, amax_of_all(dpair)
 
 
-def peak_of_all(x: Tensor) -> Tensor:
+def amax_of_all(x: Tensor) -> Tensor:
     """Return the largest magnitude [1], in float32."""
     if x.numel() == 0:
         return torch.zeros(1, device=x.device)
@@ -119,11 +119,11 @@ def _forward_kernel(
     width,
     gate_stride,
     up_stride,
-    peaks_ptr,
+    amaxes_ptr,
     GELU: tl.constexpr,
     SLOPE: tl.constexpr,
     CUBIC: tl.constexpr,
-    PEAKS: tl.constexpr,
+    AMAXES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks = tl.cdiv(width, BLOCK)
@@ -134,8 +134,8 @@ def _forward_kernel(
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0).to(tl.float32)
     out = (gate * _sigmoid(gate, GELU, SLOPE, CUBIC) * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + column, out, mask=inside)
-    if PEAKS:
-        tl.store(peaks_ptr + tl.program_id(0), tl.max(tl.abs(out.to(tl.float32)), axis=0))
+    if AMAXES:
+        tl.store(amaxes_ptr + tl.program_id(0), tl.max(tl.abs(out.to(tl.float32)), axis=0))
 
 
 @triton.jit
@@ -150,11 +150,11 @@ def _backward_kernel(
     gate_stride,
     up_stride,
     out_stride,
-    peaks_ptr,
+    amaxes_ptr,
     GELU: tl.constexpr,
     SLOPE: tl.constexpr,
     CUBIC: tl.constexpr,
-    PEAKS: tl.constexpr,
+    AMAXES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks = tl.cdiv(width, BLOCK)
@@ -172,9 +172,9 @@ def _backward_kernel(
     dup = (grad * gate * sigmoid).to(dgate_ptr.dtype.element_ty)
     tl.store(dgate_ptr + row * out_stride + column, dgate, mask=inside)
     tl.store(dup_ptr + row * out_stride + column, dup, mask=inside)
-    if PEAKS:
+    if AMAXES:
         larger = tl.maximum(tl.abs(dgate.to(tl.float32)), tl.abs(dup.to(tl.float32)))
-        tl.store(peaks_ptr + tl.program_id(0), tl.max(larger, axis=0))
+        tl.store(amaxes_ptr + tl.program_id(0), tl.max(larger, axis=0))
 
 
 # -- operators
@@ -225,23 +225,23 @@ def _halves(pair: Tensor) -> tuple[Tensor, Tensor]:
     return gates, ups
 
 
-def _peaks(pair: Tensor) -> Tensor:
+def _amaxes(pair: Tensor) -> Tensor:
     """Allocate one number per program."""
     width = pair.shape[-1] // 2
     return pair.new_empty(max(1, pair.shape[:-1].numel() * -(-width // BLOCK)), dtype=torch.float32)
 
 
 def _pair_outputs(pair: Tensor) -> tuple[Tensor, Tensor]:
-    return pair.new_empty((*pair.shape[:-1], pair.shape[-1] // 2)), _peaks(pair)
+    return pair.new_empty((*pair.shape[:-1], pair.shape[-1] // 2)), _amaxes(pair)
 
 
 @triton_op("headway::gated_pair", mutates_args=())
 def _gated_pair(pair: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
-    out, peaks = _pair_outputs(pair)
+    out, amaxes = _pair_outputs(pair)
     if out.numel() == 0:
-        return out, peaks.zero_()
-    _forward(*_halves(pair), out, peaks, gelu)
-    return out, peaks
+        return out, amaxes.zero_()
+    _forward(*_halves(pair), out, amaxes, gelu)
+    return out, amaxes
 
 
 @_gated_pair.register_fake
@@ -251,21 +251,21 @@ def _(pair: Tensor, _gelu: bool) -> tuple[Tensor, Tensor]:
 
 @triton_op("headway::gated_pair_backward", mutates_args=())
 def _gated_pair_backward(grad: Tensor, pair: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
-    dpair, peaks = torch.empty(pair.shape, dtype=pair.dtype, device=pair.device), _peaks(pair)
+    dpair, amaxes = torch.empty(pair.shape, dtype=pair.dtype, device=pair.device), _amaxes(pair)
     if dpair.numel() == 0:
-        return dpair, peaks.zero_()
+        return dpair, amaxes.zero_()
     grads = grad.reshape(-1, grad.shape[-1])
     grads = grads if grads.stride(1) == 1 else grads.contiguous()
-    _slopes(grads, *_halves(pair), (*_halves(dpair), pair.shape[-1]), peaks, gelu)
-    return dpair, peaks
+    _slopes(grads, *_halves(pair), (*_halves(dpair), pair.shape[-1]), amaxes, gelu)
+    return dpair, amaxes
 
 
 @_gated_pair_backward.register_fake
 def _(_grad: Tensor, pair: Tensor, _gelu: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty(pair.shape, dtype=pair.dtype, device=pair.device), _peaks(pair)
+    return torch.empty(pair.shape, dtype=pair.dtype, device=pair.device), _amaxes(pair)
 
 
-def _forward(gates: Tensor, ups: Tensor, out: Tensor, peaks: Tensor | None, gelu: bool) -> None:
+def _forward(gates: Tensor, ups: Tensor, out: Tensor, amaxes: Tensor | None, gelu: bool) -> None:
     count, width = gates.shape
     wrap_triton(_forward_kernel)[(count * -(-width // BLOCK),)](
         gates,
@@ -274,18 +274,18 @@ def _forward(gates: Tensor, ups: Tensor, out: Tensor, peaks: Tensor | None, gelu
         width,
         gates.stride(0),
         ups.stride(0),
-        out if peaks is None else peaks,
+        out if amaxes is None else amaxes,
         GELU=gelu,
         SLOPE=SLOPE,
         CUBIC=CUBIC,
-        PEAKS=peaks is not None,
+        AMAXES=amaxes is not None,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
 
 
 def _slopes(
-    grads: Tensor, gates: Tensor, ups: Tensor, outputs: tuple[Tensor, Tensor, int], peaks: Tensor | None, gelu: bool
+    grads: Tensor, gates: Tensor, ups: Tensor, outputs: tuple[Tensor, Tensor, int], amaxes: Tensor | None, gelu: bool
 ) -> None:
     """Write the gradients into two outputs, whose rows are a stride apart."""
     (count, width), (dgate, dup, stride) = gates.shape, outputs
@@ -300,11 +300,11 @@ def _slopes(
         gates.stride(0),
         ups.stride(0),
         stride,
-        dgate if peaks is None else peaks,
+        dgate if amaxes is None else amaxes,
         GELU=gelu,
         SLOPE=SLOPE,
         CUBIC=CUBIC,
-        PEAKS=peaks is not None,
+        AMAXES=amaxes is not None,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -328,14 +328,14 @@ _gated.register_autograd(_backward, setup_context=_keep)
 # -- launches to compile ahead of time
 
 
-def _launches(name: str, dtype: str, *, gelu: bool, peaks: bool = False) -> tuple[LaunchSpec, LaunchSpec]:
-    x, count, peak = f"*{dtype}", "i32", "*fp32"
-    constants = {"GELU": gelu, "SLOPE": SLOPE, "CUBIC": CUBIC, "PEAKS": peaks, "BLOCK": BLOCK}
+def _launches(name: str, dtype: str, *, gelu: bool, amaxes: bool = False) -> tuple[LaunchSpec, LaunchSpec]:
+    x, count, amax = f"*{dtype}", "i32", "*fp32"
+    constants = {"GELU": gelu, "SLOPE": SLOPE, "CUBIC": CUBIC, "AMAXES": amaxes, "BLOCK": BLOCK}
     forward = {"gate_ptr": x, "up_ptr": x, "out_ptr": x, "width": count, "gate_stride": count, "up_stride": count}
-    forward |= {"peaks_ptr": peak}
+    forward |= {"amaxes_ptr": amax}
     backward = {"grad_ptr": x, "gate_ptr": x, "up_ptr": x, "dgate_ptr": x, "dup_ptr": x, "width": count}
     backward |= {"grad_stride": count, "gate_stride": count, "up_stride": count, "out_stride": count}
-    backward |= {"peaks_ptr": peak}
+    backward |= {"amaxes_ptr": amax}
     return (
         LaunchSpec(f"{name}_{dtype}", _forward_kernel, forward, constants, warps=WARPS),
         LaunchSpec(f"{name}_{dtype}_backward", _backward_kernel, backward, constants, warps=WARPS),
@@ -347,5 +347,5 @@ AHEAD: tuple[LaunchSpec, ...] = (
     *_launches("swiglu", "fp32", gelu=False),
     *_launches("geglu", "bf16", gelu=True),
     *_launches("geglu", "fp32", gelu=True),
-    *_launches("swiglu_peaks", "bf16", gelu=False, peaks=True),
+    *_launches("swiglu_amaxes", "bf16", gelu=False, amaxes=True),
 )

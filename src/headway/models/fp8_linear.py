@@ -36,7 +36,15 @@ from headway.kernels.fp8 import (
 from headway.kernels.gated import gated_pair, gated_pair_backward
 from headway.kernels.inputs import autocast
 
-OBSERVED = ("passes", "input_peak", "input_zero", "input_over", "gradient_peak", "gradient_zero", "gradient_over")
+OBSERVED = (
+    "passes",
+    "input_amax",
+    "input_underflow",
+    "input_overflow",
+    "gradient_amax",
+    "gradient_underflow",
+    "gradient_overflow",
+)
 """What a layer observes, summed over the passes of a step."""
 SAMPLED_ROWS = 16
 """Rows that the shares are of, spread over a batch: 65,536 numbers at a width of 4,096."""
@@ -130,7 +138,7 @@ def linear(x: Tensor, float8: Float8Weights, weights: tuple[Tensor, ...]) -> Ten
 def gated_feed_forward(
     x: Tensor, up: Float8Weights, down: Float8Weights, weights: tuple[Tensor, Tensor, Tensor], gelu: bool
 ) -> Tensor:
-    """Return down(activation(gate(x)) * up(x)) of held weights: the casts between take the activation's own peak."""
+    """Return down(activation(gate(x)) * up(x)) of held weights: the casts between take the activation's own amax."""
     if x.is_meta:
         return torch.empty_like(x)
     x = autocast(x)
@@ -218,8 +226,8 @@ class _GatedFeedForward(torch.autograd.Function):
     ) -> Tensor:
         x8 = cast(x_MK, rowwise=rowwise, columns=learns)
         pair = product(x8.codes, x8.scale, up, up_scale, x_MK.dtype, fast=True)
-        hidden, peaks = gated_pair(pair, gelu)
-        hidden8 = cast(hidden, rowwise=rowwise, peak=peaks, columns=learns)
+        hidden, amaxes = gated_pair(pair, gelu)
+        hidden8 = cast(hidden, rowwise=rowwise, amax=amaxes, columns=learns)
         y_MK = product(hidden8.codes, hidden8.scale, down, down_scale, x_MK.dtype, fast=True)
         seen = (None, None)
         if up_observed is not None and down_observed is not None:
@@ -250,8 +258,8 @@ class _GatedFeedForward(torch.autograd.Function):
         dtype = dy_MK.dtype
         dy8 = cast(dy_MK, e5m2=ctx.e5m2, rowwise=ctx.rowwise, columns=ctx.learns)
         dhidden = product(dy8.codes, dy8.scale, down_t, down_scale_t, dtype)
-        dpair, peaks = gated_pair_backward(dhidden, pair, ctx.gelu)
-        dpair8 = cast(dpair, e5m2=ctx.e5m2, rowwise=ctx.rowwise, peak=peaks, columns=ctx.learns)
+        dpair, amaxes = gated_pair_backward(dhidden, pair, ctx.gelu)
+        dpair8 = cast(dpair, e5m2=ctx.e5m2, rowwise=ctx.rowwise, amax=amaxes, columns=ctx.learns)
         dx_MK = product(dpair8.codes, dpair8.scale, up_t, up_scale_t, dtype)
         slopes: list[Tensor | None] = [None] * 3
         if ctx.learns:
@@ -282,4 +290,4 @@ def observe(x_MK: Tensor, made: Float8, *, e5m2: bool) -> Tensor:
     size = x_MK[::step].float().abs() / scale
     zero = ((size > 0) & (size <= smallest(e5m2) / 2)).float().mean()
     over = (~(size <= largest(e5m2))).float().mean()
-    return torch.stack((torch.ones_like(zero), made.peak, zero, over))
+    return torch.stack((torch.ones_like(zero), made.amax, zero, over))

@@ -53,10 +53,10 @@ class Float8Gather:
         """Find the scales of weights that have changed, over all shards."""
         if not self._weights:
             return
-        peaks = torch.stack(torch._foreach_norm([weight for weight, _ in self._weights], float("inf")))
-        peaks = peaks.bfloat16().float()  # the largest of rounded numbers
-        dist.all_reduce(peaks, dist.ReduceOp.MAX, group=self._group)
-        for (_, holder), scale in zip(self._weights, scale_of(peaks, e5m2=False).unbind(), strict=True):
+        amaxes = torch.stack(torch._foreach_norm([weight for weight, _ in self._weights], float("inf")))
+        amaxes = amaxes.bfloat16().float()  # the largest of rounded numbers
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=self._group)
+        for (_, holder), scale in zip(self._weights, scale_of(amaxes, e5m2=False).unbind(), strict=True):
             holder.scale = scale
 
 

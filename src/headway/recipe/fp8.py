@@ -48,7 +48,7 @@ class Fp8Layers:
     """Why others of the blocks' linear layers are not."""
 
     def describe(self) -> str:
-        """Return a sentence: how many layers are in float8, and which are not, a layer's name standing for all like it."""
+        """Return how many layers are in float8, and which are not: one name stands for those of all blocks."""
         alike = dict[str, str]()
         for name, why in self.skipped.items():
             alike.setdefault(re.sub(r"\b\d+\b", "*", name), why)

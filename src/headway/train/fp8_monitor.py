@@ -40,7 +40,7 @@ def read_observed(float8: Float8Model) -> Observed:
 
 def worst(observed: Observed) -> dict[str, float]:
     """Return the largest of each share over all layers, as metrics of the step; NaN if one is."""
-    shares = ("input_zero", "gradient_zero", "input_over", "gradient_over")
+    shares = ("input_underflow", "gradient_underflow", "input_overflow", "gradient_overflow")
     by_share = {key: [layer[key] for layer in observed.values()] for key in shares} if observed else {}
     return {f"fp8_{key}": math.nan if any(map(math.isnan, of)) else max(of) for key, of in by_share.items()}
 
@@ -50,15 +50,15 @@ def alarms(observed: Observed, most_zero: float, step: int) -> list[str]:
     sentences = []
     for name, layer in observed.items():
         for kind in ("input", "gradient"):
-            zero, over, peak = (layer[f"{kind}_{key}"] for key in ("zero", "over", "peak"))
+            zero, over, amax = (layer[f"{kind}_{key}"] for key in ("underflow", "overflow", "amax"))
             if zero > most_zero:
                 sentences.append(
-                    f"fp8: at step {step} {zero:.0%} of the {kind}s of {name} become zero (largest {peak:.3g}); "
+                    f"fp8: at step {step} {zero:.0%} of the {kind}s of {name} become zero (largest {amax:.3g}); "
                     f'train.fp8.skip = ["{_pattern(name)}"] keeps it in bfloat16'
                 )
             if not over <= MOST_OVER:
                 sentences.append(
-                    f"fp8: at step {step} {over:.0%} of the {kind}s of {name} do not fit (largest {peak:.3g})"
+                    f"fp8: at step {step} {over:.0%} of the {kind}s of {name} do not fit (largest {amax:.3g})"
                 )
     return sentences
 

@@ -36,8 +36,8 @@ from headway.plan.trainer import stated_mesh
 from headway.recipe import Data, Eval, FaultPlan, Model, Parallel, Recipe, changed_keys, check_resumable, with_settings
 from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.find_own_code import check_class
-from headway.recipe.huggingface import read_model
 from headway.recipe.fp8 import fp8_layers
+from headway.recipe.huggingface import read_model
 from headway.recipe.lora import adapted_layers
 from headway.recipe.objective import CustomObjective, Reward
 from headway.recipe.patterns import matched

@@ -211,9 +211,9 @@ def test_layers_observe_what_goes_through_them() -> None:
     observed = dict(zip(OBSERVED, spread.float8.observed()[0].tolist(), strict=True))
     assert spread.float8.groups[0].name == "layers.0.attention.q+k+v"
     assert observed["passes"] == 1
-    assert observed["input_peak"] == seen[0].bfloat16().abs().max().item()
-    assert 0 < observed["gradient_peak"] < 1
-    assert observed["input_over"] == observed["gradient_over"] == 0
+    assert observed["input_amax"] == seen[0].bfloat16().abs().max().item()
+    assert 0 < observed["gradient_amax"] < 1
+    assert observed["input_overflow"] == observed["gradient_overflow"] == 0
     spread.float8.forget()
     assert not spread.float8.observed().any()
 

@@ -44,12 +44,12 @@ def nearest(x: Tensor, e5m2: bool) -> Tensor:
 @FORMATS
 def test_scale_is_the_least_power_of_two_that_holds_the_peak(e5m2: bool) -> None:
     edges = [largest(e5m2) * 2.0**k for k in range(-40, 40, 7)]
-    peaks = [*edges, *(math.nextafter(edge, math.inf) for edge in edges), 1.0, 3e-5, 1e30, 2.0**-100]
-    for peak in torch.tensor(peaks).tolist():
-        scale = scale_of(torch.tensor(peak), e5m2).item()
+    amaxes = [*edges, *(math.nextafter(edge, math.inf) for edge in edges), 1.0, 3e-5, 1e30, 2.0**-100]
+    for amax in torch.tensor(amaxes).tolist():
+        scale = scale_of(torch.tensor(amax), e5m2).item()
         assert math.frexp(scale)[0] == 0.5
-        assert peak <= scale * largest(e5m2)
-        assert peak > scale / 2 * largest(e5m2)
+        assert amax <= scale * largest(e5m2)
+        assert amax > scale / 2 * largest(e5m2)
 
 
 @FORMATS
@@ -149,15 +149,15 @@ def test_gated_pair_is_the_gate_of_both_halves(
     if way == "triton":
         monkeypatch.setattr(dispatch, "devices", ("cuda", "cpu"))
     pair = drawn(*shape, spread=0.5)
-    out, peaks = gated_pair(pair, gelu)
+    out, amaxes = gated_pair(pair, gelu)
     leaf = pair.double().requires_grad_()
     right = (reference_geglu if gelu else reference_swiglu)(*leaf.chunk(2, dim=-1))
     torch.testing.assert_close(out.double(), right.detach(), rtol=1e-5, atol=1e-6)
-    assert peaks.max().item() == (out.abs().max().item() if out.numel() else 0)
+    assert amaxes.max().item() == (out.abs().max().item() if out.numel() else 0)
     grad = drawn(*out.shape, seed=3)
-    dpair, peaks = gated_pair_backward(grad, pair, gelu)
+    dpair, amaxes = gated_pair_backward(grad, pair, gelu)
     torch.testing.assert_close(dpair.double(), torch.autograd.grad(right, leaf, grad.double())[0], rtol=1e-4, atol=1e-5)
-    assert peaks.max().item() == (dpair.abs().max().item() if dpair.numel() else 0)
+    assert amaxes.max().item() == (dpair.abs().max().item() if dpair.numel() else 0)
 
 
 OPERATORS = {
