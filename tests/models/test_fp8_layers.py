@@ -11,7 +11,7 @@ from headway.errors import ModelError, RecipeError
 from headway.kernels.fp8 import cast
 from headway.models import empty_decoder, fp8
 from headway.models.fp8 import groups_of, make_fp8
-from headway.models.fp8_linear import OBSERVED, Float8Options, Float8Weights, linear
+from headway.models.fp8_linear import OBSERVED, Float8Options, Float8Weights, TensorScales, linear
 from headway.models.layers import GatedFeedForward, gelu, silu
 from headway.models.lora import add_adapters
 from headway.parallel import ParallelModel, World, parallelize_model
@@ -54,9 +54,7 @@ def test_three_products_are_those_of_rounded_factors(rowwise: bool, e5m2: bool, 
     x, weight = drawn(rows, 48).requires_grad_(), drawn(32, 48, seed=1).requires_grad_()
     weights = Float8Weights(Float8Options(rowwise, e5m2))
     if holds:
-        weights.hold(32, 48, CPU)
-        scale = None if rowwise else cast(weight.detach()).scale
-        weights.refresh((weight.detach(),), scale)
+        hold(weights, rowwise, weight.detach())
     y, slope = linear(x, weights, (weight,)), drawn(rows, 32, seed=2)
     y.backward(slope)
     kinds = {"rowwise": rowwise}
@@ -70,9 +68,25 @@ def test_three_products_are_those_of_rounded_factors(rowwise: bool, e5m2: bool, 
 
 def slices(rowwise: bool, *weights: Tensor) -> Float8Weights:
     held = Float8Weights(Float8Options(rowwise))
-    held.hold(sum(len(weight) for weight in weights), weights[0].shape[1], CPU)
-    held.refresh(weights, None if rowwise else fp8.tensor_scales([weights])[0])
+    hold(held, rowwise, *weights)
     return held
+
+
+def hold(held: Float8Weights, rowwise: bool, *weights: Tensor) -> None:
+    held.hold(sum(len(weight) for weight in weights), weights[0].shape[1], CPU)
+    scales = TensorScales([len(weights)], CPU)
+    (inverse,) = scales.refresh([weights])
+    held.scale = None if rowwise else scales.scales[0]
+    held.refresh(weights, None if rowwise else inverse)
+
+
+def test_scale_of_a_group_is_that_of_its_largest_weight() -> None:
+    groups = [(drawn(4, 8), 100 * drawn(2, 8)), (drawn(3, 8) / 100,)]
+    scales = TensorScales([2, 1], CPU)
+    inverses = scales.refresh(groups)
+    for scale, inverse, weights in zip(scales.scales, inverses, groups, strict=True):
+        assert torch.equal(scale, cast(torch.cat(weights)).scale)
+        assert scale * inverse == 1
 
 
 @SCALINGS

@@ -4,7 +4,7 @@
 what a worker then has: it casts held weights once per step, and returns what layers observed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headway.errors import ModelError
 from headway.models.experts import Experts
-from headway.models.fp8_linear import OBSERVED, Float8Options, Float8Weights, tensor_scales
+from headway.models.fp8_linear import OBSERVED, Float8Options, Float8Weights, TensorScales
 from headway.models.layers import FUSED, GatedFeedForward, Linear
 from headway.models.llama import Attention
 from headway.recipe import Model
@@ -114,20 +114,23 @@ class Float8Model:
         for group in self._held:
             weights = group.matrices
             group.weights.hold(sum(len(weight) for weight in weights), weights[0].shape[1], device)
+        self._scales: TensorScales | None = None
+        if self._held and not self._held[0].weights.rowwise:
+            self._scales = TensorScales([len(group.layers) for group in self._held], device)
+            for group, scale in zip(self._held, self._scales.scales.unbind(), strict=True):
+                group.weights.scale = scale
         for group in self.groups:
             group.weights.observe(device)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast held weights, which an optimizer or a load may have changed."""
-        if not self._held:
-            return
         matrices = [group.matrices for group in self._held]
-        scales: list[Any] = [None] * len(matrices)
-        if not self._held[0].weights.rowwise:
-            scales = tensor_scales(matrices)
-        for group, weights, scale in zip(self._held, matrices, scales, strict=True):
-            group.weights.refresh(weights, scale)
+        inverses: Sequence[Tensor | None] = [None] * len(matrices)
+        if self._scales is not None:
+            inverses = self._scales.refresh(matrices)
+        for group, weights, inverse in zip(self._held, matrices, inverses, strict=True):
+            group.weights.refresh(weights, inverse)
 
     @property
     def leaves(self) -> list[Tensor]:

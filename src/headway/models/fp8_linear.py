@@ -37,14 +37,9 @@ from headway.kernels.gated import gated_pair, gated_pair_backward
 from headway.kernels.inputs import autocast
 
 OBSERVED = (
-    "passes",
-    "input_amax",
-    "input_underflow",
-    "input_overflow",
-    "gradient_amax",
-    "gradient_underflow",
+    "passes", "input_amax", "input_underflow", "input_overflow", "gradient_amax", "gradient_underflow",
     "gradient_overflow",
-)
+)  # fmt: skip
 """What a layer observes, summed over the passes of a step."""
 SAMPLED_ROWS = 16
 """Rows that the shares are of, spread over a batch: 65,536 numbers at a width of 4,096."""
@@ -81,43 +76,44 @@ class Float8Weights:
         self.codes_t = torch.empty(inputs, outputs, dtype=E4M3, device=device)
 
     @torch.no_grad()
-    def refresh(self, weights: tuple[Tensor, ...], scale: Tensor | None = None) -> None:
-        """Cast weights that have changed; `scale` is their common one, if not by rows."""
+    def refresh(self, weights: tuple[Tensor, ...], inverse: Tensor | None = None) -> None:
+        """Cast weights that have changed; `inverse` is that of their common scale, if not by rows."""
         assert self.codes is not None
         assert self.codes_t is not None
-        if self.rowwise:
+        if inverse is None:
             made = cast(torch.cat(weights).bfloat16(), rowwise=True)
             self.codes.copy_(made.codes)
             self.codes_t.copy_(made.codes_t)
-            self.scale, self.scale_t = _kept(self.scale, made.scale), _kept(self.scale_t, made.scale_t)
+            # in the same memory as before, which a captured graph reads
+            self.scale = made.scale if self.scale is None else self.scale.copy_(made.scale)
+            self.scale_t = made.scale_t if self.scale_t is None else self.scale_t.copy_(made.scale_t)
             return
-        assert scale is not None
-        self.scale = _kept(self.scale, scale)
-        inverse, begin = inverse_of(scale), 0
+        begin = 0
         for weight in weights:
             end = begin + len(weight)
             cast_into(weight, inverse, inverse, self.codes[begin:end], self.codes_t[:, begin:end])
             begin = end
 
 
-def _kept(before: Tensor | None, now: Tensor) -> Tensor:
-    """Return numbers in the same memory as before, which a captured graph reads."""
-    return now.clone() if before is None else before.copy_(now)
+class TensorScales:
+    """The scales of groups of weights, one per group, in memory that stays the same; few launches find all of them."""
 
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
+        most, places, begin = max(sizes), [], 0
+        for size in sizes:
+            places.append([*range(begin, begin + size), *[begin] * (most - size)])
+            begin += size
+        self._places = torch.tensor(places, device=device)
+        """The weights of each group, as often as a group may have some."""
+        self.scales = torch.ones(len(sizes), 1, 1, device=device)
 
-@torch.no_grad()
-def tensor_scales(groups: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Return a scale [1, 1] of each group of weights: their magnitudes are read in few launches."""
-    norms = torch.stack(torch._foreach_norm([w for weights in groups for w in weights], float("inf")))
-    norms = norms.bfloat16().float()  # the largest of rounded numbers
-    most = max(len(weights) for weights in groups)
-    places, begin = [], 0
-    for weights in groups:
-        of_group = list(range(begin, begin + len(weights)))
-        places.append(of_group + of_group[:1] * (most - len(of_group)))
-        begin += len(weights)
-    table = torch.tensor(places).to(norms.device, non_blocking=True)
-    return list(scale_of(norms[table].amax(dim=1), e5m2=False).view(-1, 1, 1).unbind())
+    @torch.no_grad()
+    def refresh(self, groups: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Find the scales of weights that have changed; return their inverses."""
+        norms = torch.stack(torch._foreach_norm([weight for weights in groups for weight in weights], float("inf")))
+        amaxes = norms.bfloat16().float()[self._places].amax(dim=1)  # the largest of rounded numbers
+        self.scales.copy_(scale_of(amaxes, e5m2=False).view(-1, 1, 1))
+        return inverse_of(self.scales).unbind()
 
 
 # -- products

@@ -382,10 +382,8 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
             f"model.init = {recipe.model.init!r} is a reward model, which predicts no tokens",
             hint="--set objective.kind=reward continues it; any other objective needs the model that it began with",
         )
-    if recipe.train.fp8 is not None and model.class_ is None:
-        fp8_layers(model, recipe.train.fp8)  # refuses patterns without a layer
     if isinstance(model, DiffusionModel):
-        return with_sample_tokens(recipe.model_copy(update={"model": model}))
+        return check_fp8(with_sample_tokens(recipe.model_copy(update={"model": model})))
     if model.class_ is not None:
         return recipe.model_copy(update={"model": model})  # the process that initializes it checks it on the data
     if model.vocab_size is None:
@@ -400,7 +398,14 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
         )
     recipe = recipe.model_copy(update={"model": model})
     check_vocabulary(recipe)
-    return resolve_lora(recipe)
+    return resolve_lora(check_fp8(recipe))
+
+
+def check_fp8(recipe: Recipe) -> Recipe:
+    """Return the recipe; raise RecipeError for patterns of float8 layers without a layer."""
+    if recipe.train.fp8 is not None:
+        fp8_layers(recipe.model, recipe.train.fp8)
+    return recipe
 
 
 def resolve_tasks(settings: Eval) -> Eval:
