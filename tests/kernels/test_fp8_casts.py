@@ -119,7 +119,11 @@ def test_numbers_below_half_of_the_smallest_code_become_zero(e5m2: bool) -> None
 def test_parts_of_other_tensors_are_written(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "triton":
         monkeypatch.setattr(dispatch, "devices", ("cuda", "cpu"))
-    x, whole, whole_t = drawn(48, 32, dtype=torch.bfloat16), torch.zeros(96, 32, dtype=E4M3), torch.zeros(32, 96, dtype=E4M3)
+    x, whole, whole_t = (
+        drawn(48, 32, dtype=torch.bfloat16),
+        torch.zeros(96, 32, dtype=E4M3),
+        torch.zeros(32, 96, dtype=E4M3),
+    )
     scale = cast(x).scale
     cast_into(x, inverse_of(scale), inverse_of(scale), whole[48:], whole_t[:, 48:])
     right = cast(x)

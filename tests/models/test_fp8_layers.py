@@ -1,15 +1,17 @@
 """Float8 layers against the same products of rounded factors in float64, and what is left of a model without them."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headway.errors import ModelError, RecipeError
-from headway.kernels.fp8 import cast
-from headway.models import empty_decoder, fp8
+from headway.kernels.fp8 import E4M3, cast
+from headway.models import empty_decoder, fp8, fp8_grouped, fp8_linear
 from headway.models.fp8 import groups_of, make_fp8
 from headway.models.fp8_linear import OBSERVED, Float8Options, Float8Weights, TensorScales, linear
 from headway.models.layers import GatedFeedForward, gelu, silu
@@ -254,6 +256,40 @@ def test_not_a_number_is_passed_on() -> None:
     x = drawn(16, 32)
     x[3, 4] = torch.inf
     assert not linear(x, Float8Weights(Float8Options()), (drawn(16, 32),)).isfinite().any()
+
+
+class Kept:
+    """What a function's context is, without an autograd graph: fake tensors of a GPU cannot have one here."""
+
+    needs_input_grad = (True,) * 9
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["cast at use", "held"])
+@SCALINGS
+def test_products_of_a_gpu_take_these_layouts(rowwise: bool, holds: bool) -> None:
+    """PyTorch checks the layouts and scales of products on a GPU without one."""
+    made, ctx = partial(torch.empty, device="cuda"), Kept()
+    with FakeTensorMode(), torch.no_grad():
+        scales = [made(count if rowwise else 1, 1) for count in (512, 256)]
+        codes = [made(512, 256, dtype=E4M3), made(256, 512, dtype=E4M3), scales[0], scales[1] if rowwise else None]
+        low = partial(made, dtype=torch.bfloat16)
+        held = codes if holds else [None] * 4
+        y = fp8_linear._Linear.forward(ctx, low(128, 256), None, rowwise, True, True, *held, low(512, 256))
+        dx, *_, dw = fp8_linear._Linear.backward(ctx, low(128, 512))
+    assert (y.shape, dx.shape, dw.shape) == ((128, 512), (128, 256), (512, 256))
+    assert y.dtype == dx.dtype == dw.dtype == torch.bfloat16
+
+
+def test_grouped_products_of_a_gpu_take_these_layouts() -> None:
+    low, ctx = partial(torch.empty, device="cuda", dtype=torch.bfloat16), Kept()
+    with FakeTensorMode(), torch.no_grad():
+        ends = torch.empty(4, device="cuda", dtype=torch.int32)
+        y = fp8_grouped._GroupedLinear.forward(ctx, low(128, 256), low(4, 512, 256), ends, None, False)
+        dx, dw, *_ = fp8_grouped._GroupedLinear.backward(ctx, low(128, 512))
+    assert (y.shape, dx.shape, dw.shape) == ((128, 512), (128, 256), (4, 512, 256))
 
 
 # -- which layers

@@ -59,8 +59,8 @@ def test_first_step_records_what_each_layer_saw(unharmed) -> None:
         assert layer["input_amax"] > layer["gradient_amax"] > 0
         assert layer["input_overflow"] == layer["gradient_overflow"] == 0
     first, second = unharmed.events("step")[:2]
-    assert first["fp8_gradient_underflow"] == max(layer["gradient_underflow"] for layer in event["layers"].values())
-    assert "fp8_gradient_underflow" not in second
+    assert first["fp8/gradient_underflow"] == max(layer["gradient_underflow"] for layer in event["layers"].values())
+    assert "fp8/gradient_underflow" not in second
 
 
 @pytest.mark.slow
@@ -100,6 +100,6 @@ def test_alarm_names_the_layer_the_share_and_what_to_do() -> None:
 def test_what_does_not_fit_is_an_alarm_too_and_so_is_not_a_number() -> None:
     observed = {"a": layer(input_overflow=0.02), "b": layer(gradient_overflow=math.nan)}
     assert ["do not fit" in sentence for sentence in alarms(observed, 0.5, 1)] == [True, True]
-    assert worst(observed)["fp8_input_overflow"] == 0.02
-    assert math.isnan(worst(observed)["fp8_gradient_overflow"])
+    assert worst(observed)["fp8/input_overflow"] == 0.02
+    assert math.isnan(worst(observed)["fp8/gradient_overflow"])
     assert worst({}) == {}

@@ -1,5 +1,6 @@
 """Builds the parts of a training run, complete before the loop starts."""
 
+import logging
 import random
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -155,7 +156,10 @@ def build(
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     if recipe.train.fp8 is not None and world.first:
-        recorder.event("log", message=fp8_layers(recipe.model, recipe.train.fp8).describe())
+        layers = fp8_layers(recipe.model, recipe.train.fp8)
+        recorder.event("log", message=layers.describe())
+        if layers.skipped:
+            logging.getLogger(__name__).warning(layers.describe())
     measures = None if isinstance(objective, NextToken) else cast(Objective, objective)
     spread = parallelize_model(model, recipe, world, assignment.faults.mutations, measures)
     if world.data.size == 1 and spread.accumulates:

@@ -5,6 +5,7 @@ layer whose gradients mostly do so learns from the rest alone: it is better left
 by rows.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 
@@ -42,7 +43,7 @@ def worst(observed: Observed) -> dict[str, float]:
     """Return the largest of each share over all layers, as metrics of the step; NaN if one is."""
     shares = ("input_underflow", "gradient_underflow", "input_overflow", "gradient_overflow")
     by_share = {key: [layer[key] for layer in observed.values()] for key in shares} if observed else {}
-    return {f"fp8_{key}": math.nan if any(map(math.isnan, of)) else max(of) for key, of in by_share.items()}
+    return {f"fp8/{key}": math.nan if any(map(math.isnan, of)) else max(of) for key, of in by_share.items()}
 
 
 def alarms(observed: Observed, most_zero: float, step: int) -> list[str]:
@@ -73,5 +74,6 @@ def record_observed(recorder: Recorder, float8: Float8Model, most_zero: float, s
     observed = read_observed(float8)
     recorder.event("fp8", step=step, layers={name: dict(layer) for name, layer in observed.items()})
     for sentence in alarms(observed, most_zero, step):
+        logging.getLogger(__name__).warning(sentence)
         recorder.event("log", message=sentence)
     return worst(observed)
