@@ -142,6 +142,7 @@ def test_limits_are_faster_and_fp8_is_trained_but_not_other_low_precisions() -> 
     assert limit["best"]["step_s"] < default["best"]["step_s"]
     low = document(*words, "--precision", "fp8")
     assert low["runnable"]["precision"] == low["best"]["precision"] == "fp8"
+    assert "--set train.fp8.scaling=tensorwise" in text(*words, "--precision", "fp8").replace("\n      ", " ")
     lower = document(LLAMA, "--on", "b200x8x1", "--precision", "nvfp4")
     assert lower["runnable"] is None
     assert lower["best"]["precision"] == "nvfp4"

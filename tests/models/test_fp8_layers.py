@@ -180,6 +180,7 @@ def test_recomputation_keeps_every_bit(kind: str) -> None:
     assert all(torch.equal(value, again[name]) for name, value in kept.items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of its own code
 def test_blocks_compile_to_one_graph_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()

@@ -16,9 +16,9 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # name: mesh, settings of fp8, others
     "shard 2": ({"shard": 2}, {}, {}),
     "shard 2, gathered in bfloat16": ({"shard": 2}, {"gather": False}, {}),
-    "tensor 2": ({"tensor": 2, "shard": 1}, {}, {"recompute": "selective"}),
 }
 MORE = {
+    "tensor 2": ({"tensor": 2, "shard": 1}, {}, {"recompute": "selective"}),
     "shard 2, by rows": ({"shard": 2}, BY_ROWS, {"recompute": "full"}),
     "pipeline 2": ({"pipeline": 2, "shard": 1}, {}, {}),
     "replicate 2": ({"replicate": 2, "shard": 1}, {}, {}),
