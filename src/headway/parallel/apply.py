@@ -122,7 +122,7 @@ class ParallelModel:
         Return the objective's scaled sums, or this worker's part of them: a scalar for the plain summed loss.
         """
         set_loss_scale(self.model, scale.tokens)
-        self._refresh()
+        self.refresh()
         if self.schedule is not None:
             return self.schedule.step(self._taken(batch), scale)
         total, rows = torch.zeros(self._shape, device=batch.inputs.device), len(batch.inputs)
@@ -138,10 +138,10 @@ class ParallelModel:
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
         """Return the objective's sums, or this worker's part of them: a scalar for the plain summed loss."""
-        self._refresh()
+        self.refresh()
         return self.schedule.evaluate(self._taken(batch)) if self.schedule is not None else self._sums(batch)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Cast weights to float8, where the recipe says so: once for all microbatches."""
         if self.float8 is not None:
             self.float8.refresh()
