@@ -50,12 +50,12 @@ def check_device(device: torch.device, kind: str) -> None:
     """Raise ModelError if a GPU has no float8 products of a kind; CPUs emulate them."""
     if device.type != "cuda":
         return
-    found, least = torch.cuda.get_device_capability(device), LEAST_CAPABILITY[kind]
-    if found < least:
+    capability, least = torch.cuda.get_device_capability(device), LEAST_CAPABILITY[kind]
+    if capability < least:
         name = torch.cuda.get_device_name(device)
         raise ModelError(
-            f"train.fp8 ({kind}) needs compute capability {least[0]}.{least[1]}, and {name} has {found[0]}.{found[1]}",
-            hint="leave [train.fp8] out" if found < (8, 9) else "--set train.fp8.scaling=tensorwise",
+            f"train.fp8 ({kind}) needs compute capability {least[0]}.{least[1]}, and {name} has {capability[0]}.{capability[1]}",
+            hint="leave [train.fp8] out" if capability < (8, 9) else "--set train.fp8.scaling=tensorwise",
         )
     if kind == "experts" and not hasattr(torch, "_scaled_grouped_mm"):
         raise ModelError(

@@ -24,8 +24,8 @@ def grouped_linear(rows_NK: Tensor, matrices_EOK: Tensor, ends_E: Tensor, float8
 
 
 def _scaled(x_MK: Tensor, *, e5m2: bool) -> tuple[Tensor, Tensor]:
-    made = cast(x_MK, rowwise=True, e5m2=e5m2, columns=False)
-    return made.codes, made.scale.flatten()
+    x8 = cast(x_MK, rowwise=True, e5m2=e5m2, columns=False)
+    return x8.codes, x8.scale.flatten()
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -34,13 +34,13 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, rows_NK: Tensor, matrices_EOK: Tensor, ends_E: Tensor, observed: Tensor | None, e5m2: bool
     ) -> Tensor:
         experts, outputs, inputs = matrices_EOK.shape
-        made = cast(rows_NK, rowwise=True, columns=False)
+        rows8 = cast(rows_NK, rowwise=True, columns=False)
         codes, scales = _scaled(matrices_EOK.bfloat16().flatten(0, 1), e5m2=False)
-        seen = None if observed is None else observe(rows_NK, made, e5m2=False)
+        seen = None if observed is None else observe(rows_NK, rows8, e5m2=False)
         ctx.save_for_backward(rows_NK, matrices_EOK, ends_E, seen)
         ctx.e5m2 = e5m2
         return torch._scaled_grouped_mm(
-            made.codes, codes.view(experts, outputs, inputs).mT, made.scale.flatten(), scales.view(experts, outputs),
+            rows8.codes, codes.view(experts, outputs, inputs).mT, rows8.scale.flatten(), scales.view(experts, outputs),
             offs=ends_E, out_dtype=rows_NK.dtype, use_fast_accum=True,
         )  # fmt: skip
 
@@ -49,14 +49,14 @@ class _GroupedLinear(torch.autograd.Function):
         rows_NK, matrices_EOK, ends_E, seen = ctx.saved_tensors
         experts, outputs, inputs = matrices_EOK.shape
         dy_NO = dy_NO.contiguous()
-        made = cast(dy_NO, rowwise=True, e5m2=ctx.e5m2, columns=False)
+        dy8 = cast(dy_NO, rowwise=True, e5m2=ctx.e5m2, columns=False)
         codes, scales = _scaled(matrices_EOK.bfloat16().mT.flatten(0, 1), e5m2=False)
         dx_NK = torch._scaled_grouped_mm(
-            made.codes, codes.view(experts, inputs, outputs).mT, made.scale.flatten(), scales.view(experts, inputs),
+            dy8.codes, codes.view(experts, inputs, outputs).mT, dy8.scale.flatten(), scales.view(experts, inputs),
             offs=ends_E, out_dtype=dy_NO.dtype,
         )  # fmt: skip
         dw_EOK = None
         if ctx.needs_input_grad[1]:
             dw_EOK = nn.functional.grouped_mm(dy_NO.mT, rows_NK, offs=ends_E).to(matrices_EOK.dtype)
-        observed = None if seen is None else torch.cat((seen, observe(dy_NO, made, e5m2=ctx.e5m2)[1:]))
+        observed = None if seen is None else torch.cat((seen, observe(dy_NO, dy8, e5m2=ctx.e5m2)[1:]))
         return dx_NK, dw_EOK, None, observed, None

@@ -81,12 +81,12 @@ class Float8Weights:
         assert self.codes is not None
         assert self.codes_t is not None
         if inverse is None:
-            made = cast(torch.cat(weights).bfloat16(), rowwise=True)
-            self.codes.copy_(made.codes)
-            self.codes_t.copy_(made.codes_t)
+            cast_weights = cast(torch.cat(weights).bfloat16(), rowwise=True)
+            self.codes.copy_(cast_weights.codes)
+            self.codes_t.copy_(cast_weights.codes_t)
             # in the same memory as before, which a captured graph reads
-            self.scale = made.scale if self.scale is None else self.scale.copy_(made.scale)
-            self.scale_t = made.scale_t if self.scale_t is None else self.scale_t.copy_(made.scale_t)
+            self.scale = cast_weights.scale if self.scale is None else self.scale.copy_(cast_weights.scale)
+            self.scale_t = cast_weights.scale_t if self.scale_t is None else self.scale_t.copy_(cast_weights.scale_t)
             return
         begin = 0
         for weight in weights:
@@ -125,7 +125,7 @@ def linear(x: Tensor, float8: Float8Weights, weights: tuple[Tensor, ...]) -> Ten
         return x.new_empty((*x.shape[:-1], sum(len(weight) for weight in weights)))
     x = autocast(x)
     held = (float8.codes, float8.codes_t, float8.scale, float8.scale_t)
-    learns = any(weight.requires_grad for weight in weights)
+    learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     rows_MK = _padded(x.reshape(-1, x.shape[-1]))
     y_MN = _Linear.apply(rows_MK, float8.observed, float8.rowwise, float8.e5m2, learns, *held, *weights)
     return y_MN[: x.shape[:-1].numel()].unflatten(0, x.shape[:-1])
@@ -139,7 +139,7 @@ def gated_feed_forward(
         return torch.empty_like(x)
     x = autocast(x)
     held = (up.codes, up.codes_t, up.scale, up.scale_t, down.codes, down.codes_t, down.scale, down.scale_t)
-    learns = any(weight.requires_grad for weight in weights)
+    learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     rows_MK = _padded(x.reshape(-1, x.shape[-1]))
     y_MK = _GatedFeedForward.apply(
         rows_MK, up.observed, down.observed, up.rowwise, up.e5m2, learns, gelu, *held, *weights
@@ -279,11 +279,11 @@ def _weight_gradients(
     return [part.to(kind) for part, kind in zip(whole.split(ctx.sizes), ctx.dtypes, strict=True)]
 
 
-def observe(x_MK: Tensor, made: Float8, *, e5m2: bool) -> Tensor:
+def observe(x_MK: Tensor, x8: Float8, *, e5m2: bool) -> Tensor:
     """Return 1, the largest magnitude, and the shares of a sample that become zero and that do not fit."""
     step = max(1, len(x_MK) // SAMPLED_ROWS)
-    scale = made.scale if made.scale.numel() == 1 else made.scale[::step]
+    scale = x8.scale if x8.scale.numel() == 1 else x8.scale[::step]
     size = x_MK[::step].float().abs() / scale
     zero = ((size > 0) & (size <= smallest(e5m2) / 2)).float().mean()
     over = (~(size <= largest(e5m2))).float().mean()
-    return torch.stack((torch.ones_like(zero), made.amax, zero, over))
+    return torch.stack((torch.ones_like(zero), x8.amax, zero, over))
