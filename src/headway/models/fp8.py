@@ -53,8 +53,9 @@ def check_device(device: torch.device, kind: str) -> None:
     capability, least = torch.cuda.get_device_capability(device), LEAST_CAPABILITY[kind]
     if capability < least:
         name = torch.cuda.get_device_name(device)
+        needed, has = (".".join(map(str, version)) for version in (least, capability))
         raise ModelError(
-            f"train.fp8 ({kind}) needs compute capability {least[0]}.{least[1]}, and {name} has {capability[0]}.{capability[1]}",
+            f"train.fp8 ({kind}) needs compute capability {needed}, and {name} has {has}",
             hint="leave [train.fp8] out" if capability < (8, 9) else "--set train.fp8.scaling=tensorwise",
         )
     if kind == "experts" and not hasattr(torch, "_scaled_grouped_mm"):
