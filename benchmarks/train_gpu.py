@@ -7,6 +7,11 @@ at least 20 steps of random tokens on its own clock, the device idle before the 
 is kept in which precision. Headway's step is the trainer's own (`headway.parallel.apply`, its optimizer, its norm); the
 peers use torch.optim.AdamW (fused). All clip gradients to a norm of 1; `--peers-do-not-clip` leaves that out for peers.
 
+Rows in fp8 have the peer `torchao`: transformers' model whose blocks' linear layers torchao converts (the same layers
+as ours), compiled block by block, with Liger's loss.
+
+    python benchmarks/train_gpu.py --rows "8B 4096x2 fp8" "1B 4096x4 fp8" --ways headway torchao bound --json FILE
+
 The bound of a row is the sum of what no step can do without, at the rates measured in the same run: its products at
 their own shapes by cuBLAS, causal attention by cuDNN, and the bytes of everything else at the speed of a copy.
 """
@@ -61,8 +66,10 @@ ROWS: dict[str, dict[str, Any]] = {
         "model": LLAMA_3B, "seq": 4096, "batch": 2,
         "train": {"dtype": "bfloat16", "weights": "bfloat16", "master": True},
     },
+    "8B 4096x2 fp8": {"model": LLAMA_8B, "seq": 4096, "batch": 2, "train": LOW | {"fp8": {}}},
+    "1B 4096x4 fp8": {"model": LLAMA_1B, "seq": 4096, "batch": 4, "train": LOW | {"fp8": {}}},
 }  # fmt: skip
-WAYS = ("headway", "liger", "transformers", "bound")
+WAYS = ("headway", "liger", "transformers", "torchao", "torchao-rowwise", "bound")
 Step = Callable[[], torch.Tensor]
 
 
@@ -107,19 +114,20 @@ def in_a_process(row: str, way: str, options: argparse.Namespace) -> dict[str, A
 
 
 def line(one: dict[str, Any], found: list[dict[str, Any]]) -> str:
-    """For people, with the ratio to Liger's of the same row."""
+    """For people, with the ratio to the peer's of the same row."""
     if "error" in one:
         return f"{one['row']:20}{one['way']:14}{one['error']}"
     text = f"{one['row']:20}{one['way']:14}{one['step_s'] * 1e3:8.1f} ms{one['tokens_s']:9,.0f} tokens/s"
     text += f"{one['mfu']:7.1%} MFU{one.get('gib', 0):7.1f} GiB"
-    ligers = [other["step_s"] for other in found if (other["row"], other["way"]) == (one["row"], "liger")]
-    if one["way"] == "liger":
+    peer = "torchao" if "fp8" in one["row"] else "liger"
+    ligers = [other["step_s"] for other in found if (other["row"], other["way"]) == (one["row"], peer)]
+    if one["way"] == peer:
         ours = [other["step_s"] for other in found if (other["row"], other["way"]) == (one["row"], "headway")]
         return text + (f"   headway x{one['step_s'] / statistics.median(ours):.3f}" if ours else "")
     if one["way"] == "headway":
         text += f"   first step {one['first_s']:.1f} s, busy {one['busy']:.1%}"
         text += f", the host waits: {one['host_waits']}" if one["host_waits"] else ", the host never waits"
-    return text + (f"   x{statistics.median(ligers) / one['step_s']:.3f} of liger" if ligers else "")
+    return text + (f"   x{statistics.median(ligers) / one['step_s']:.3f} of {peer}" if ligers else "")
 
 
 def clocks() -> str:
@@ -219,6 +227,8 @@ def headway(model: Any, shape: dict[str, Any], options: argparse.Namespace) -> S
             clip(optimizer, parameters.values(), norm, recipe.train.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if spread.float8 is not None:
+            spread.float8.forget()
         return loss
 
     return step
@@ -234,6 +244,12 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
         from liger_kernel import transformers as liger
 
         (liger.apply_liger_kernel_to_qwen3 if norms else liger.apply_liger_kernel_to_llama)()
+    if way.startswith("torchao"):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(
+            rope=False, swiglu=False, rms_norm=False, cross_entropy=False, fused_linear_cross_entropy=True
+        )
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=model.vocabulary, hidden_size=model.dim, intermediate_size=model.hidden,
         num_hidden_layers=model.layers, num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
@@ -251,6 +267,8 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
     made.tie_weights()
     draw(made)
     made.train()
+    if way.startswith("torchao"):
+        in_float8(made, "rowwise" if way.endswith("rowwise") else "tensorwise")
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     tokens = some_tokens(model, shape, options.data)[:, :-1].contiguous()
 
@@ -265,6 +283,16 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
         return loss.detach()
 
     return step
+
+
+def in_float8(model: Any, scaling: str) -> None:
+    """Convert the linear layers of blocks by torchao, and compile the blocks."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(scaling)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
+    for layer in model.model.layers:
+        layer.compile()
 
 
 def draw(model: torch.nn.Module) -> None:
@@ -317,7 +345,8 @@ def bound(model: Any, shape: dict[str, Any]) -> tuple[float, dict[str, float]]:
     inner, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     products = [(width, inner), (width, kv), (width, kv), (inner, width), (width, model.hidden), (width, model.hidden),
                 (model.hidden, width)]  # fmt: skip
-    parts = {"products": layers * sum(three_products(tokens, *one) for one in products)}
+    low = "fp8" in shape["train"]
+    parts = {"products": layers * sum(three_products(tokens, *one, low=low) for one in products)}
     parts["head"] = three_products(tokens, width, model.vocabulary)
     parts["attention"] = layers * attention(model, shape)
     gc.collect()
@@ -328,6 +357,9 @@ def bound(model: Any, shape: dict[str, Any]) -> tuple[float, dict[str, float]]:
     stream = tokens * width * 2
     moved = 2 * (4 + 4) * stream + 4 * tokens * (inner + kv) * 2 + (3 + 5) * tokens * model.hidden * 2
     parts["between"] = layers * moved / speed
+    if low:  # each factor is read once and written both ways: inputs, gradients and weights
+        factors = sum(tokens * (one + other) + one * other for one, other in products)
+        parts["casts"] = layers * factors * 4 / speed
     parts["loss rows"] = 2 * tokens * model.vocabulary * 2 / speed
     kept = shape["train"]
     weights = 2 if kept.get("weights") == "bfloat16" else 4
@@ -361,14 +393,31 @@ def clocked(call: Callable[[], object], times: int = 10) -> float:
     return statistics.median(found)
 
 
-def three_products(tokens: int, inputs: int, outputs: int) -> float:
+def three_products(tokens: int, inputs: int, outputs: int, low: bool = False) -> float:
     """A linear map's forward pass and both gradients; of a head, a part of the tokens at a time."""
+    if low:
+        return sum(
+            scaled_product(m, n, k, fast)
+            for m, n, k, fast in (
+                (tokens, outputs, inputs, True), (tokens, inputs, outputs, False), (outputs, inputs, tokens, False)
+            )
+        )  # fmt: skip
     rows = min(tokens, max(1024, 2**31 // (2 * outputs)))
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
     y = torch.randn(rows, outputs, device="cuda", dtype=torch.bfloat16)
     calls = (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)
     return sum(clocked(call) for call in calls) * tokens / rows
+
+
+def scaled_product(m: int, n: int, k: int, fast: bool) -> float:
+    """A product in float8, of a gradient in e5m2 where sums are not fast."""
+    a = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn if fast else torch.float8_e5m2)
+    b = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+    return clocked(
+        lambda: torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    )
 
 
 def attention(model: Any, shape: dict[str, Any]) -> float:

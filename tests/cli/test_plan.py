@@ -136,13 +136,16 @@ def test_without_a_price_there_is_no_cost() -> None:
     assert "$" not in text(LLAMA, "--on", "h100x8x4")
 
 
-def test_limits_are_faster_and_fp8_is_not_trained() -> None:
+def test_limits_are_faster_and_fp8_is_trained_but_not_other_low_precisions() -> None:
     words = (LLAMA, "--on", "h100x8x1")
     default, limit = (document(*words, "--fidelity", name) for name in ("default", "limit"))
     assert limit["best"]["step_s"] < default["best"]["step_s"]
     low = document(*words, "--precision", "fp8")
-    assert low["runnable"] is None
-    assert low["best"]["precision"] == "fp8"
+    assert low["runnable"]["precision"] == low["best"]["precision"] == "fp8"
+    assert "--set train.fp8.scaling=tensorwise" in text(*words, "--precision", "fp8").replace("\n      ", " ")
+    lower = document(LLAMA, "--on", "b200x8x1", "--precision", "nvfp4")
+    assert lower["runnable"] is None
+    assert lower["best"]["precision"] == "nvfp4"
 
 
 @pytest.mark.slow

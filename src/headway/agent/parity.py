@@ -23,13 +23,13 @@ from headway.agent.launch.mesh_checks import count_workers, default_workers
 from headway.agent.launch.prepare import new_run
 from headway.agent.launch.resolve import resolve_recipe
 from headway.agent.parity_compare import (
-    TOLERANCES,
     ModuleSums,
     Tolerances,
     TrialNumbers,
     Verdict,
     compare_trials,
     merge_sums,
+    tolerances_of,
 )
 from headway.agent.supervise.outcome import AttemptOutcome
 from headway.agent.supervise.supervisor import supervise_run
@@ -132,7 +132,7 @@ def check_parity(
         except KeyboardInterrupt:
             raise WorkerError(f"stopped on request after {len(results)} of {len(meshes)} meshes") from None
     return ParityReport(
-        recipe.name, steps, recipe.train.dtype, single.device, TOLERANCES[recipe.train.dtype], losses, tuple(results)
+        recipe.name, steps, recipe.train.dtype, single.device, tolerances_of(recipe.train), losses, tuple(results)
     )
 
 
@@ -245,7 +245,7 @@ def _compare_mesh(single: Attempt, attempt: Attempt, mesh: str, steps: int, zygo
         error, hint = outcome.reason, _hint(outcome)
     else:
         trials = read_trial(_trial_folder(single)), read_trial(_trial_folder(attempt))
-        verdict = compare_trials(*trials, TOLERANCES[recipe.train.dtype])
+        verdict = compare_trials(*trials, tolerances_of(recipe.train))
     return MeshParity(
         mesh=mesh,
         parallel=recipe.parallel or Parallel(),

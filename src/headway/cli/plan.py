@@ -293,9 +293,11 @@ class _Request:
         """The command that trains as planned; empty if the model is not the recipe's."""
         if self.arch is not None:
             return ""
-        return " ".join(
-            ["headway train", str(self.file), *(f"--set {shlex.quote(setting)}" for setting in self.settings)]
-        )
+        settings = [*self.settings]
+        if self.precision == "fp8" and self.recipe.train.fp8 is None:
+            settings += ["train.dtype=bfloat16"] if self.recipe.train.dtype != "bfloat16" else []
+            settings.append("train.fp8.scaling=tensorwise")
+        return " ".join(["headway train", str(self.file), *(f"--set {shlex.quote(setting)}" for setting in settings)])
 
     def choices(self) -> SearchSpace:
         """Return what the options fix; the recipe may fix more."""

@@ -351,7 +351,7 @@ def _trainer(plan: Plan) -> str:
         return "the trainer supports no tensor axis with experts or latent attention"
     if best.runnable:
         return "the trainer can run the best plan"
-    if runnable is None and best.estimate.settings.precision not in ("bf16", "float32"):
+    if runnable is None and best.estimate.settings.precision not in ("bf16", "float32", "fp8"):
         return f"the trainer does not support {best.estimate.settings.precision}"
     *others, last = RUNNABLE.axes
     axes = f"{', '.join(others)} and {last} axes"

@@ -11,6 +11,7 @@
     loss           Triton between cuBLAS's products                          PyTorch's, in chunks
     adamw, norm    Triton, all tensors in one launch                         PyTorch's
     newton_schulz  Triton for large matrices, cuBLAS for the rest            PyTorch's
+    fp8            Triton's casts between cuBLAS's products                  PyTorch's casts, products in float32
 
 In exact mode (`models/exact.py`), products and attention are those of `batch_invariant` instead; on GPUs norms,
 rotation and gated activations are Triton's whatever their size.
@@ -125,6 +126,7 @@ _WHY = {
     "adamw": "all tensors in one launch, with clipping and rounding on the way",
     "norm": "all tensors in one launch",
     "newton_schulz": "half of a symmetric product, where it fills the device",
+    "fp8": "a tile is read once and its codes are written both ways",
 }
 
 

@@ -15,6 +15,9 @@ less than half the time of those bytes. A program handles a part of a row; conti
 Rows may be strided, as when gate and up are the halves of one tensor.
 
 Saved for backward: gate and up; the activation is recomputed.
+
+`gated_pair` takes gate and up as the halves of one product's rows, and also returns the largest magnitude that each
+program wrote: a cast to float8 then needs no pass over the result of its own (`kernels/fp8.py`).
 """
 
 import math
@@ -25,6 +28,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.dispatch import uses_triton
 from headway.kernels.triton_compat import tl, triton, triton_op
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -57,6 +61,35 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return result
 
 
+def gated_pair(pair: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    """Return activation(gate) * up of rows [gate, up], and the largest magnitudes of parts of it; without gradients."""
+    if uses_triton("fp8", pair):
+        result: tuple[Tensor, Tensor] = _gated_pair(pair, gelu)
+        return result
+    out = (reference_geglu if gelu else reference_swiglu)(*pair.chunk(2, dim=-1))
+    return out, amax_of_all(out)
+
+
+def gated_pair_backward(grad: Tensor, pair: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the rows [gate, up], and the largest magnitudes of parts of it."""
+    if uses_triton("fp8", pair):
+        result: tuple[Tensor, Tensor] = _gated_pair_backward(grad, pair, gelu)
+        return result
+    gate, up = (x.float() for x in pair.chunk(2, dim=-1))
+    sigmoid = torch.sigmoid(SLOPE * gate * (1 + CUBIC * gate * gate) if gelu else gate)
+    steepness = sigmoid * (1 - sigmoid) * (SLOPE * (1 + 3 * CUBIC * gate * gate) if gelu else 1)
+    dgate, dup = grad * up * (sigmoid + gate * steepness), grad * gate * sigmoid
+    dpair = torch.cat((dgate, dup), dim=-1).to(pair.dtype)
+    return dpair, amax_of_all(dpair)
+
+
+def amax_of_all(x: Tensor) -> Tensor:
+    """Return the largest magnitude [1], in float32."""
+    if x.numel() == 0:
+        return torch.zeros(1, device=x.device)
+    return torch.linalg.vector_norm(x, float("inf")).float().reshape(1)
+
+
 def _check(gate: Tensor, up: Tensor) -> None:
     if gate.dtype not in DTYPES:
         raise ValueError(f"expected a gate in float32, float16 or bfloat16, got {gate.dtype}")
@@ -86,9 +119,11 @@ def _forward_kernel(
     width,
     gate_stride,
     up_stride,
+    amaxes_ptr,
     GELU: tl.constexpr,
     SLOPE: tl.constexpr,
     CUBIC: tl.constexpr,
+    AMAXES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks = tl.cdiv(width, BLOCK)
@@ -97,8 +132,10 @@ def _forward_kernel(
     inside = column < width
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0).to(tl.float32)
-    out = gate * _sigmoid(gate, GELU, SLOPE, CUBIC) * up
+    out = (gate * _sigmoid(gate, GELU, SLOPE, CUBIC) * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + column, out, mask=inside)
+    if AMAXES:
+        tl.store(amaxes_ptr + tl.program_id(0), tl.max(tl.abs(out.to(tl.float32)), axis=0))
 
 
 @triton.jit
@@ -112,9 +149,12 @@ def _backward_kernel(
     grad_stride,
     gate_stride,
     up_stride,
+    out_stride,
+    amaxes_ptr,
     GELU: tl.constexpr,
     SLOPE: tl.constexpr,
     CUBIC: tl.constexpr,
+    AMAXES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks = tl.cdiv(width, BLOCK)
@@ -128,8 +168,13 @@ def _backward_kernel(
     steepness = sigmoid * (1 - sigmoid)
     if GELU:
         steepness *= SLOPE * (1 + 3 * CUBIC * gate * gate)
-    tl.store(dgate_ptr + row * width + column, grad * up * (sigmoid + gate * steepness), mask=inside)
-    tl.store(dup_ptr + row * width + column, grad * gate * sigmoid, mask=inside)
+    dgate = (grad * up * (sigmoid + gate * steepness)).to(dgate_ptr.dtype.element_ty)
+    dup = (grad * gate * sigmoid).to(dgate_ptr.dtype.element_ty)
+    tl.store(dgate_ptr + row * out_stride + column, dgate, mask=inside)
+    tl.store(dup_ptr + row * out_stride + column, dup, mask=inside)
+    if AMAXES:
+        larger = tl.maximum(tl.abs(dgate.to(tl.float32)), tl.abs(dup.to(tl.float32)))
+        tl.store(amaxes_ptr + tl.program_id(0), tl.max(larger, axis=0))
 
 
 # -- operators
@@ -150,23 +195,8 @@ def _output(x: Tensor) -> Tensor:
 @triton_op("headway::gated", mutates_args=())
 def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     out = _output(gate)
-    if out.numel() == 0:
-        return out
-    gates, ups = _rows(gate, up)
-    count, width = gates.shape
-    wrap_triton(_forward_kernel)[(count * -(-width // BLOCK),)](
-        gates,
-        ups,
-        out,
-        width,
-        gates.stride(0),
-        ups.stride(0),
-        GELU=gelu,
-        SLOPE=SLOPE,
-        CUBIC=CUBIC,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+    if out.numel():
+        _forward(*_rows(gate, up), out, None, gelu)
     return out
 
 
@@ -178,10 +208,87 @@ def _(gate: Tensor, _up: Tensor, _gelu: bool) -> Tensor:
 @triton_op("headway::gated_backward", mutates_args=())
 def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
     dgate, dup = _output(gate), _output(gate)
-    if dgate.numel() == 0:
-        return dgate, dup
-    grads, gates, ups = _rows(grad, gate, up)
+    if dgate.numel():
+        grads, gates, ups = _rows(grad, gate, up)
+        _slopes(grads, gates, ups, (dgate, dup, gates.shape[1]), None, gelu)
+    return dgate, dup
+
+
+@_gated_backward.register_fake
+def _(_grad: Tensor, gate: Tensor, _up: Tensor, _gelu: bool) -> tuple[Tensor, Tensor]:
+    return _output(gate), _output(gate)
+
+
+def _halves(pair: Tensor) -> tuple[Tensor, Tensor]:
+    rows = pair.reshape(-1, pair.shape[-1])
+    gates, ups = rows.chunk(2, dim=1)
+    return gates, ups
+
+
+def _amaxes(pair: Tensor) -> Tensor:
+    """Allocate one number per program."""
+    width = pair.shape[-1] // 2
+    return pair.new_empty(max(1, pair.shape[:-1].numel() * -(-width // BLOCK)), dtype=torch.float32)
+
+
+def _pair_outputs(pair: Tensor) -> tuple[Tensor, Tensor]:
+    return pair.new_empty((*pair.shape[:-1], pair.shape[-1] // 2)), _amaxes(pair)
+
+
+@triton_op("headway::gated_pair", mutates_args=())
+def _gated_pair(pair: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    out, amaxes = _pair_outputs(pair)
+    if out.numel() == 0:
+        return out, amaxes.zero_()
+    _forward(*_halves(pair), out, amaxes, gelu)
+    return out, amaxes
+
+
+@_gated_pair.register_fake
+def _(pair: Tensor, _gelu: bool) -> tuple[Tensor, Tensor]:
+    return _pair_outputs(pair)
+
+
+@triton_op("headway::gated_pair_backward", mutates_args=())
+def _gated_pair_backward(grad: Tensor, pair: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    dpair, amaxes = torch.empty(pair.shape, dtype=pair.dtype, device=pair.device), _amaxes(pair)
+    if dpair.numel() == 0:
+        return dpair, amaxes.zero_()
+    grads = grad.reshape(-1, grad.shape[-1])
+    grads = grads if grads.stride(1) == 1 else grads.contiguous()
+    _slopes(grads, *_halves(pair), (*_halves(dpair), pair.shape[-1]), amaxes, gelu)
+    return dpair, amaxes
+
+
+@_gated_pair_backward.register_fake
+def _(_grad: Tensor, pair: Tensor, _gelu: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty(pair.shape, dtype=pair.dtype, device=pair.device), _amaxes(pair)
+
+
+def _forward(gates: Tensor, ups: Tensor, out: Tensor, amaxes: Tensor | None, gelu: bool) -> None:
     count, width = gates.shape
+    wrap_triton(_forward_kernel)[(count * -(-width // BLOCK),)](
+        gates,
+        ups,
+        out,
+        width,
+        gates.stride(0),
+        ups.stride(0),
+        out if amaxes is None else amaxes,
+        GELU=gelu,
+        SLOPE=SLOPE,
+        CUBIC=CUBIC,
+        AMAXES=amaxes is not None,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+def _slopes(
+    grads: Tensor, gates: Tensor, ups: Tensor, outputs: tuple[Tensor, Tensor, int], amaxes: Tensor | None, gelu: bool
+) -> None:
+    """Write the gradients into two outputs, whose rows are a stride apart."""
+    (count, width), (dgate, dup, stride) = gates.shape, outputs
     wrap_triton(_backward_kernel)[(count * -(-width // BLOCK),)](
         grads,
         gates,
@@ -192,18 +299,15 @@ def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tuple
         grads.stride(0),
         gates.stride(0),
         ups.stride(0),
+        stride,
+        dgate if amaxes is None else amaxes,
         GELU=gelu,
         SLOPE=SLOPE,
         CUBIC=CUBIC,
+        AMAXES=amaxes is not None,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-    return dgate, dup
-
-
-@_gated_backward.register_fake
-def _(_grad: Tensor, gate: Tensor, _up: Tensor, _gelu: bool) -> tuple[Tensor, Tensor]:
-    return _output(gate), _output(gate)
 
 
 # -- gradients
@@ -224,12 +328,14 @@ _gated.register_autograd(_backward, setup_context=_keep)
 # -- launches to compile ahead of time
 
 
-def _launches(name: str, dtype: str, *, gelu: bool) -> tuple[LaunchSpec, LaunchSpec]:
-    x, count = f"*{dtype}", "i32"
-    constants = {"GELU": gelu, "SLOPE": SLOPE, "CUBIC": CUBIC, "BLOCK": BLOCK}
+def _launches(name: str, dtype: str, *, gelu: bool, amaxes: bool = False) -> tuple[LaunchSpec, LaunchSpec]:
+    x, count, amax = f"*{dtype}", "i32", "*fp32"
+    constants = {"GELU": gelu, "SLOPE": SLOPE, "CUBIC": CUBIC, "AMAXES": amaxes, "BLOCK": BLOCK}
     forward = {"gate_ptr": x, "up_ptr": x, "out_ptr": x, "width": count, "gate_stride": count, "up_stride": count}
+    forward |= {"amaxes_ptr": amax}
     backward = {"grad_ptr": x, "gate_ptr": x, "up_ptr": x, "dgate_ptr": x, "dup_ptr": x, "width": count}
-    backward |= {"grad_stride": count, "gate_stride": count, "up_stride": count}
+    backward |= {"grad_stride": count, "gate_stride": count, "up_stride": count, "out_stride": count}
+    backward |= {"amaxes_ptr": amax}
     return (
         LaunchSpec(f"{name}_{dtype}", _forward_kernel, forward, constants, warps=WARPS),
         LaunchSpec(f"{name}_{dtype}_backward", _backward_kernel, backward, constants, warps=WARPS),
@@ -241,4 +347,5 @@ AHEAD: tuple[LaunchSpec, ...] = (
     *_launches("swiglu", "fp32", gelu=False),
     *_launches("geglu", "bf16", gelu=True),
     *_launches("geglu", "fp32", gelu=True),
+    *_launches("swiglu_amaxes", "bf16", gelu=False, amaxes=True),
 )

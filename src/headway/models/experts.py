@@ -9,6 +9,7 @@ order. `kernels.dispatch.experts` chooses the kernel:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from headway.kernels import batch_invariant
 from headway.kernels import dispatch as table
+from headway.models.fp8_grouped import grouped_linear
+from headway.models.fp8_linear import Float8Weights, linear
 from headway.models.layers import Linear, gated, silu
 from headway.models.loss import autocast
 
@@ -53,6 +56,8 @@ class Experts(nn.Module):
 
     exact = False
     """Whether a token has the same bits in every batch: see `models/exact.py`."""
+    fp8: Float8Weights | None = None
+    """Their products in float8: see `models/fp8.py`."""
     gate_bias: Tensor | None
     up_bias: Tensor | None
     down_bias: Tensor | None
@@ -115,13 +120,19 @@ class Experts(nn.Module):
         # `unbind` assembles its gradient once; that of a slice would be as large as all experts each time.
         gates, ups, downs = (matrices.unbind() for matrices in (self.gate, self.up, self.down))
         biases = [self._biases(name, len(sizes)) for name in ("gate_bias", "up_bias", "down_bias")]
-        outputs, linear = [], batch_invariant.linear if self.exact else nn.functional.linear
+        outputs, apply = [], self._linear()
         for e, rows in enumerate(rows_ND.split(sizes)):
             if len(rows) or not len(rows_ND):  # without any rows, the weights still get gradients: zeros
-                gate = linear(rows, gates[e], biases[0][e])
-                up = linear(rows, ups[e], biases[1][e])
-                outputs.append(linear(self.activation(gate, up), downs[e], biases[2][e]))
+                gate = apply(rows, gates[e], biases[0][e])
+                up = apply(rows, ups[e], biases[1][e])
+                outputs.append(apply(self.activation(gate, up), downs[e], biases[2][e]))
         return torch.cat(outputs)
+
+    def _linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        """Return the product of one expert."""
+        if self.fp8 is not None:
+            return partial(_float8, self.fp8)
+        return batch_invariant.linear if self.exact else nn.functional.linear
 
     def _biases(self, name: str, count: int) -> Any:
         biases_EF = getattr(self, name)
@@ -131,8 +142,11 @@ class Experts(nn.Module):
         """The same in three grouped GEMMs; row offsets stay on the device."""
 
         def product(rows: Tensor, matrices: Tensor, biases: Tensor | None) -> Tensor:
-            matrices = matrices.to(rows.dtype).transpose(1, 2)
-            result: Tensor = nn.functional.grouped_mm(rows, matrices, offs=ends_E)
+            if self.fp8 is not None:
+                result = grouped_linear(rows, matrices, ends_E, self.fp8)
+            else:
+                matrices = matrices.to(rows.dtype).transpose(1, 2)
+                result = nn.functional.grouped_mm(rows, matrices, offs=ends_E)
             if biases is None:
                 return result
             # A product with ones and zeros is exact, and its gradient a sum whose order is always the same.
@@ -141,6 +155,11 @@ class Experts(nn.Module):
 
         gate, up = product(rows_ND, self.gate, self.gate_bias), product(rows_ND, self.up, self.up_bias)
         return product(self.activation(gate, up), self.down, self.down_bias)
+
+
+def _float8(weights: Float8Weights, rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    y = linear(rows, weights, (matrix,))
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def _summed(made_TXD: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Tensor names end in their shape, as everywhere in `models/`:
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from headway.kernels.dispatch import exact_triton, uses_triton
 from headway.kernels.gated import geglu, swiglu
 from headway.kernels.inputs import autocast
 from headway.kernels.rms_norm import rms_norm
+from headway.models import fp8_linear
+from headway.models.fp8_linear import Float8Weights
 
 silu = nn.functional.silu
 gelu = partial(nn.functional.gelu, approximate="tanh")
@@ -41,18 +43,36 @@ class Linear(nn.Linear):
 
     exact = False
     """Whether a row has the same bits in every batch: see `models/exact.py`."""
+    fp8: Float8Weights | None = None
+    """Its weight as a factor of float8 products: see `models/fp8.py`."""
+    fp8_together: Float8Weights | None = None
+    """The same for the layers that share its input, of which it is the first."""
 
     def reset_parameters(self) -> None:
         """Do nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
+        if self.fp8 is not None:
+            y = fp8_linear.linear(x, self.fp8, (self.weight,))
+            return y if self.bias is None else y + self.bias.to(y.dtype)
         if self.exact:
             bias = None if self.bias is None else autocast(self.bias)
             return batch_invariant.linear(autocast(x), autocast(self.weight), bias)
         if few_rows.takes(x, self.weight):
             return few_rows.linear(x, self.weight, self.bias)
         return super().forward(x)
+
+
+def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """Apply layers that share an input; in float8, where they are together, as one product."""
+    together = getattr(layers[0], "fp8_together", None)
+    if together is None:
+        return tuple(layer(x) for layer in layers)
+    weights = tuple(cast(Linear, layer).weight for layer in layers)
+    parts = fp8_linear.linear(x, together, weights).split([len(weight) for weight in weights], dim=-1)
+    biases = (cast(Linear, layer).bias for layer in layers)
+    return tuple(y if bias is None else y + bias.to(y.dtype) for y, bias in zip(parts, biases, strict=True))
 
 
 class RMSNorm(nn.Module):
@@ -91,6 +111,9 @@ class LayerNorm(nn.Module):
 class GatedFeedForward(nn.Module):
     """Gated feed-forward: SwiGLU, or another activation."""
 
+    fp8_fused = False
+    """Whether all of it is one function of float8 products: see `models/fp8.py`."""
+
     def __init__(
         self, dim: int, hidden: int, bias: bool = False, activation: Callable[[Tensor], Tensor] = silu
     ) -> None:
@@ -102,7 +125,11 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Apply the feed-forward to each token."""
-        return self.down(gated(self.activation, self.gate(x_BLD), self.up(x_BLD)))
+        together = self.gate.fp8_together
+        if self.fp8_fused and together is not None and self.down.fp8 is not None:
+            weights = (self.gate.weight, self.up.weight, self.down.weight)
+            return fp8_linear.gated_feed_forward(x_BLD, together, self.down.fp8, weights, self.activation is gelu)
+        return self.down(gated(self.activation, *project(x_BLD, self.gate, self.up)))
 
 
 class FeedForward(nn.Module):

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from headway.models.attention import BlockContext, attend
 from headway.models.decoder import Decoder
-from headway.models.layers import GatedFeedForward, Linear, RMSNorm
+from headway.models.layers import GatedFeedForward, Linear, RMSNorm, project
 from headway.models.rotary import rotate
 from headway.recipe.families.llama import LlamaLike
 from headway.recipe.families.smollm3 import SmolLM3
@@ -27,9 +27,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor, context: BlockContext) -> Tensor:
         """Attend causally."""
-        q_BLNH = self.q(x_BLD).unflatten(-1, (-1, self.head_dim))
-        k_BLKH = self.k(x_BLD).unflatten(-1, (-1, self.head_dim))
-        v_BLKH = self.v(x_BLD).unflatten(-1, (-1, self.head_dim))
+        projected = project(x_BLD, self.q, self.k, self.v)
+        q_BLNH, k_BLKH, v_BLKH = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         if self.rotates:

@@ -1,5 +1,6 @@
 """Parallelizes a plain model from the outside, in one visible order.
 
+    fp8        linear layers, as the recipe says                    models/fp8.py, fp8_gather.py
     split      this worker's stages of the model                    pipeline.py
     split      each matrix over the tensor axis                     tensor.py, vocab_parallel.py
     share      experts over their axis                              expert.py
@@ -25,8 +26,10 @@ from headway.errors import ModelError
 from headway.models import Decoder
 from headway.models.diffusion import Conditioning, DiffusionTransformer, TextStates
 from headway.models.experts import set_loss_scale
+from headway.models.fp8 import Float8Model, make_fp8
 from headway.parallel.collectives import whole
 from headway.parallel.expert import share_experts
+from headway.parallel.fp8_gather import Float8Gather
 from headway.parallel.gradients import Missing
 from headway.parallel.layout import (
     TensorCuts,
@@ -110,6 +113,10 @@ class ParallelModel:
     """The objective; None for the plain summed loss."""
     teach: Callable[[DeviceBatch], DeviceBatch] | None = None
     """Adds a teacher's columns to rows, if it runs beside the model."""
+    float8: Float8Model | None = None
+    """Its float8 products, if the recipe has any."""
+    gathered: Float8Gather | None = None
+    """Its weights that are gathered in float8, if any."""
 
     def passes(self, batch: DeviceBatch, scale: SumScale) -> Tensor:
         """Run forward and backward over all rows, by microbatches; gradients are reduced in the last one, or in each.
@@ -117,6 +124,7 @@ class ParallelModel:
         Return the objective's scaled sums, or this worker's part of them: a scalar for the plain summed loss.
         """
         set_loss_scale(self.model, scale.tokens)
+        self.refresh()
         if self.schedule is not None:
             return self.schedule.step(self._taken(batch), scale)
         total, rows = torch.zeros(self._shape, device=batch.inputs.device), len(batch.inputs)
@@ -132,7 +140,15 @@ class ParallelModel:
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
         """Return the objective's sums, or this worker's part of them: a scalar for the plain summed loss."""
+        self.refresh()
         return self.schedule.evaluate(self._taken(batch)) if self.schedule is not None else self._sums(batch)
+
+    def refresh(self) -> None:
+        """Cast weights to float8, where the recipe says so: once for all microbatches."""
+        if self.float8 is not None:
+            self.float8.refresh()
+        if self.gathered is not None:
+            self.gathered.refresh()
 
     def document_logprobs(self, batch: DeviceBatch) -> Tensor | None:
         """Return the log-probabilities of the documents of all rows, [rows, documents]; None before the last stage."""
@@ -219,6 +235,11 @@ def parallelize_model(
     copies = world.axis("shard").size == 1
     missing: Missing = ()
 
+    # products in float8
+    holds = world.data.size == 1 and tensor.size == 1
+    if train.fp8 is not None:
+        make_fp8(model, recipe.model, train.fp8, world.device, holds=holds)
+
     # this worker's stages
     _, blocks = blocks_of(model, layout)
     stages = StageSplit(model, (LocalStage(0, model, tuple(blocks)),))
@@ -269,6 +290,11 @@ def parallelize_model(
     # memory, last
     for stage in stages.stages:
         _allocate(stage.module, world.device)
+    float8 = gathered = None
+    if train.fp8 is not None:
+        float8 = Float8Model(stages.model, world.device, holds=holds)
+        if train.fp8.gather and train.fp8.scaling == "tensorwise" and not copies:
+            gathered = Float8Gather(stages.model, float8, world.axis("shard"))
     schedule = None
     if pipeline.size > 1:
         wrong = "pipeline-loss-scale" in mutations
@@ -290,6 +316,8 @@ def parallelize_model(
         one_shape=world.device.type == "cuda",
         forgets="no-gradient-reduction" in mutations,
         head=head,
+        float8=float8,
+        gathered=gathered,
     )
 
 

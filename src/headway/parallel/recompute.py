@@ -20,6 +20,8 @@ KEPT = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._grouped_mm.default,
+    aten._scaled_mm.default,
+    aten._scaled_grouped_mm.default,
     torch.ops.headway.repeatable_attention.default,
 }
 """Expensive operations, whose results `selective` stores; all others are recomputed."""

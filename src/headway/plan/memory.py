@@ -81,6 +81,8 @@ def activation_bytes(
     copies = (
         (5 if arch.gated else 4) if software.casts_weights and eager else 2 if software.fusion != "compiled" else 1
     ) * low
+    if settings.precision in LOW and software.is_headway:
+        copies = 2  # the codes of both norms' outputs
     per_token = arch.dim * (2 * stream + copies + (2 * software.dropout)) / streams
     if not software.regathers and streams > 1:
         # gathered inputs of attention and feed-forward
@@ -88,6 +90,8 @@ def activation_bytes(
     width = arch.heads * (arch.head_dim + arch.value_dim) / split
     keys = max(1.0, arch.kv_heads / split) * (arch.head_dim + arch.value_dim)
     per_token += 2 * (width + keys) + (2 * (arch.heads / split * arch.head_dim + keys / 2) if arch.qk_norm else 0)
+    if settings.precision in LOW and software.is_headway:
+        per_token += arch.heads * arch.value_dim / split  # the codes of attention's output, beside it
     if arch.diffusion is not None and arch.diffusion.text_tokens:
         # cross-attention: its norm, queries and output, and keys and values of the text
         others = arch.diffusion.text_tokens + arch.diffusion.image_tokens
@@ -279,6 +283,8 @@ def _gathered(arch: Architecture, settings: Settings, rank: int) -> float:
     count = sum(local_parameters(arch, settings, rank))
     if software.casts_weights:
         return 2 * count
+    if software.holds_low_weights and settings.precision in LOW:
+        return 2 * (count - non_layer_parameters(arch, settings, rank))
     width = settings.shape.width if software.is_headway else 2
     if settings.zero < 3 or mesh.shard * mesh.context == 1:
         # replicas cast their own weights for GEMMs, and keep the copy for both passes

@@ -115,6 +115,9 @@ class Software:
     """Scaling of 8-bit GEMMs."""
     weight_cast_reuse: int = 1
     """Microbatches per cast of the weights."""
+    holds_low_weights: bool = False
+    """Where a device has whole weights, low-precision copies of both layouts are held for all microbatches of a step,
+    and projections of one input are one GEMM: see `on_mesh`."""
     stream_bytes: int = 2
     """Per element of the residual stream."""
     weight_bytes: int = 2
@@ -152,7 +155,12 @@ class Software:
         # over several passes gradients of bfloat16 weights are summed in float32; FSDP rounds the sum
         summed = single and (passes > 1 or mesh.pipeline > 1)
         gradient_bytes = 2 if self.weight_bytes == 2 and not summed else self.gradient_bytes
-        return replace(self, casts_weights=casts, stream_bytes=4 if casts else 2, gradient_bytes=gradient_bytes)
+        adapted = replace(self, casts_weights=casts, stream_bytes=4 if casts else 2, gradient_bytes=gradient_bytes)
+        if not self.holds_low_weights:
+            return adapted
+        if not single or mesh.tensor > 1:
+            return replace(adapted, holds_low_weights=False)
+        return replace(adapted, separate_projections=False, weight_cast_reuse=passes)
 
 
 @dataclass(frozen=True)

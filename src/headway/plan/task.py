@@ -76,7 +76,7 @@ RUNNABLE = TrainerLimits(
     axes=("replicate", "shard", "tensor", "pipeline", "expert"),
     zero=(3,),
     recompute=("none", "selective", "full"),
-    precisions=("bf16", "fp32"),
+    precisions=("bf16", "fp32", "fp8"),
     moment_bytes=(2, 4),
     conflict=schedule_conflict,
 )

@@ -7,6 +7,7 @@ Keep in sync with `train/` and `parallel/`:
   single data rank;
 - tensor parallelism with sequence parallelism that keeps gathered inputs, and vocabulary-parallel embedding and loss;
 - pipeline stages cut by cost, weights gathered once per step;
+- in float8, weights held in it where a worker has all of them, else cast at each use; gathered in it if tensorwise;
 - a chunked loss; the host never waits for a step.
 """
 
@@ -59,7 +60,9 @@ def default_microbatch(recipe: Recipe, mesh: Mesh) -> int:
 
 
 def trainer_precision(recipe: Recipe) -> str:
-    """Precision of the GEMMs."""
+    """Precision of the GEMMs of linear layers."""
+    if recipe.train.fp8 is not None:
+        return "fp8"
     return "bf16" if recipe.train.dtype == "bfloat16" else "float32"
 
 
@@ -75,6 +78,11 @@ def trainer_software(recipe: Recipe, chip: Chip) -> Software:
     )
     if isinstance(recipe.model, DiffusionModel):  # every worker of a tensor axis has the whole sequence
         software = replace(software, sequence_parallel=False, regathers=True)
+    fp8 = train.fp8
+    if fp8 is not None:
+        by_tensor = fp8.scaling == "tensorwise"
+        software = replace(software, scaling="tensor" if by_tensor else "row")
+        software = replace(software, gathers_low_precision=by_tensor and fp8.gather, holds_low_weights=True)
     return replace(
         software,
         updates_in_backward=train.update_in_backward,

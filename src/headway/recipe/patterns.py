@@ -3,8 +3,14 @@
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+from pydantic import Field
 
 from headway.errors import RecipeError
+
+Pattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9_*]+(\.[A-Za-z0-9_*]+)*$")]
+"""Parameter or layer names: `*` matches one part, or some letters of one; `**` any number of parts."""
 
 
 def matches(pattern: str, name: str) -> bool:

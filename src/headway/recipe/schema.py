@@ -230,6 +230,8 @@ class Recipe(Section):
             raise ValueError("objective distill needs one of Headway's decoders, not model.class")
         _check_rl(self)
         _check_diffusion(self)
+        if self.train.fp8 is not None:
+            _check_fp8(self)
         return self
 
 
@@ -289,6 +291,18 @@ def _check_rl(recipe: Recipe) -> None:
         raise ValueError(f"train.batch_ramp has no effect with objective {objective.kind}")
     if rl.samples == 1 and objective.advantage != "batch":
         raise ValueError(f'rl.samples is 1, but advantage = "{objective.advantage}" compares answers: use 2 or more')
+
+
+def _check_fp8(recipe: Recipe) -> None:
+    """Raise for settings that float8 products exclude."""
+    if recipe.model.class_ is not None:
+        raise ValueError("[train.fp8] needs one of Headway's models, not model.class")
+    if recipe.inference.exact:
+        raise ValueError("[train.fp8] excludes inference.exact: engines multiply in bfloat16")
+    if recipe.rl is not None:
+        raise ValueError("[train.fp8] excludes [rl]: the engine that samples answers multiplies in bfloat16")
+    if recipe.lora is not None and recipe.lora.quantize is not None:
+        raise ValueError(f'[train.fp8] excludes lora.quantize = "{recipe.lora.quantize}": the base has no matrices')
 
 
 def _check_exact(recipe: Recipe) -> None:

@@ -6,16 +6,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
+from headway.recipe.fp8 import Fp8
+from headway.recipe.patterns import Pattern
 from headway.recipe.section import DERIVED, NotNegative, Positive, Section
 
 Optimizer = Literal["adamw", "muon", "adamw-8bit", "adafactor"]
 Operation = Literal[
     "attention", "experts", "rms_norm", "rope", "gated", "modulation", "heads", "gelu", "loss", "adamw", "norm",
-    "newton_schulz",
+    "newton_schulz", "fp8",
 ]  # fmt: skip
 """Operations with custom kernels."""
-Pattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9_*]+(\.[A-Za-z0-9_*]+)*$")]
-"""Parameter names: `*` matches one part, or some letters of one; `**` any number of parts."""
 Decay = Annotated[float, Field(ge=0, le=10)]
 
 
@@ -117,6 +117,8 @@ class Train(Section):
     """Weight of the z-loss, the squared log-sum-exp of each token's logits: keeps logits near zero."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the matrix products."""
+    fp8: Fp8 | None = None
+    """Multiply linear layers in float8; without this section none are."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Precision of stored parameters; bfloat16 ones are rounded stochastically, unless `master` is set."""
     master: bool = False
@@ -194,6 +196,10 @@ class Train(Section):
                 raise PydanticCustomError("at_key", "train.{key} has no effect with {of}", {"key": key, "of": choice})
         if self.weights == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError('weights = "bfloat16" needs dtype = "bfloat16"')
+        if self.fp8 is not None and self.dtype != "bfloat16":
+            wrong = f'[train.fp8] needs train.dtype = "bfloat16", not "{self.dtype}"'
+            hint = "--set train.dtype=bfloat16"
+            raise PydanticCustomError("needs_setting", "{wrong}", {"wrong": wrong, "hint": hint})
         if self.offload_optimizer and (name := self._not_offloaded):
             raise ValueError(f"offload_optimizer needs float32 adamw, but {name}")
         if self.update_in_backward and (why := self._why_not_in_backward):

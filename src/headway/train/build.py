@@ -1,5 +1,6 @@
 """Builds the parts of a training run, complete before the loop starts."""
 
+import logging
 import random
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ from headway.parallel.layout import blocks_of, layout_of
 from headway.parallel.objective import Objective
 from headway.recipe import Assignment, Lora, Model, ModelLayout, Recipe
 from headway.recipe.families.diffusion import DiffusionModel
+from headway.recipe.fp8 import fp8_layers
 from headway.recipe.model import SCORE
 from headway.recipe.objective import Distill
 from headway.recipe.policy import PolicyGradient
@@ -153,6 +155,11 @@ def build(
         make_exact(model, world.device, getattr(torch, recipe.train.dtype))
     if world.size > 1:
         check_ties(model, recipe.model.layout)
+    if recipe.train.fp8 is not None and world.first:
+        layers = fp8_layers(recipe.model, recipe.train.fp8)
+        recorder.event("log", message=layers.describe())
+        if layers.skipped:
+            logging.getLogger(__name__).warning(layers.describe())
     measures = None if isinstance(objective, NextToken) else cast(Objective, objective)
     spread = parallelize_model(model, recipe, world, assignment.faults.mutations, measures)
     if world.data.size == 1 and spread.accumulates:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headway.models.experts import Experts
 from headway.parallel import ParallelModel, World
@@ -58,7 +58,7 @@ class _Recording:
     inputs: Tensor
     labels: Tensor
     loss: Tensor
-    gradients: tuple[tuple[nn.Parameter, Tensor], ...]
+    gradients: tuple[tuple[Tensor, Tensor], ...]
 
 
 class GraphedPasses:
@@ -94,7 +94,9 @@ class GraphedPasses:
     def _record(self, inputs: Tensor, labels: Tensor, scale: SumScale) -> _Recording | None:
         """Capture the passes of a shape; return None, and give up on capturing, if something cannot be captured."""
         self._recorded += 1
-        parameters = list(self._spread.model.parameters())
+        float8 = self._spread.float8
+        leaves = [] if float8 is None else float8.leaves  # their gradients are what layers observed
+        parameters = [*self._spread.model.parameters(), *leaves]
         inputs, labels, graph = inputs.clone(), labels.clone(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # a capture has its own memory pool, and needs that of the eager passes

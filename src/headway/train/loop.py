@@ -26,6 +26,8 @@ from headway.train.build import Parts, RunProgress
 from headway.train.cuda_graphs import passes_of
 from headway.train.evaluate import evaluate
 from headway.train.evaluate_tasks import evaluate_tasks, tasks_of
+from headway.train.fp8_monitor import is_due as fp8_is_due
+from headway.train.fp8_monitor import record_observed
 from headway.train.meter import MeasuredStep
 from headway.train.numerics import BadNumbers, NumericsMonitor
 from headway.train.objectives import NextToken
@@ -98,6 +100,7 @@ def train(
         parts.faults.reach("optimizer", step)
         waited = saves.fence() if early is None else waited  # the next line changes what a save copies
         optimizer.step()
+        observed = observed_fp8(parts, step)
         optimizer.zero_grad(set_to_none=True)
         update_balance(spread.model, world.sum_data)
         if parts.average is not None:
@@ -117,7 +120,7 @@ def train(
             "waited": waited,
             "tokens": fed.tokens,
             "counts": counts.sums,
-            "metrics": fed.metrics,
+            "metrics": {**fed.metrics, **observed},
         }
         for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
             recorded, wanted = record(parts, watch, recorded, result, wanted)
@@ -259,6 +262,17 @@ def compare(parts: Parts, replicas: ReplicaChecker, step: int) -> None:
     doubted = replicas.doubted(step)
     if doubted is not None:
         parts.recorder.event("doubt", step=step, value=doubted)
+
+
+def observed_fp8(parts: Parts, step: int) -> dict[str, float]:
+    """Return what float8 layers observed, once in a while, as metrics; they then observe anew."""
+    float8, section = parts.spread.float8, parts.recipe.train.fp8
+    if float8 is None or section is None:
+        return {}
+    first = parts.world.axis("tensor").rank == parts.world.data.rank == 0  # of each stage
+    seen = record_observed(parts.recorder, float8, section.alarm, step) if first and fp8_is_due(step) else {}
+    float8.forget()
+    return seen
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -45,6 +45,7 @@ def write_grid(parts: Parts, step: int) -> None:
     generator = Generator(recipe.model, recipe.objective, predict, parts.encoder, parts.world.device)
     sampling = SamplingSettings(settings.steps, settings.guidance, settings.seed, settings.sampler)
     with parts.recorder.span("evaluation"), torch.no_grad():
+        parts.spread.refresh()  # float8 codes of the weights of now
         parts.spread.model.eval()
         conditions = grid_conditions(recipe)
         images = grid_images(parts, len(conditions)) if recipe.model.beside_channels else None

@@ -11,6 +11,7 @@ from headway.evals.session import EvalOptions, open_tasks
 from headway.evals.task import shipped_tasks
 from headway.recipe import Eval, Model, Recipe
 from headway.recipe.families.diffusion import DiffusionModel
+from headway.recipe.fp8 import fp8_layers
 from headway.recipe.huggingface import read_model
 from headway.recipe.lora import adapted_layers
 from headway.recipe.objective import Reward
@@ -39,7 +40,7 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
             hint="--set objective.kind=reward continues it; any other objective needs the model that it began with",
         )
     if isinstance(model, DiffusionModel):
-        return with_sample_tokens(recipe.model_copy(update={"model": model}))
+        return check_fp8(with_sample_tokens(recipe.model_copy(update={"model": model})))
     if model.class_ is not None:
         return recipe.model_copy(update={"model": model})  # the process that initializes it checks it on the data
     if model.vocab_size is None:
@@ -54,7 +55,14 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
         )
     recipe = recipe.model_copy(update={"model": model})
     check_vocabulary(recipe)
-    return resolve_lora(recipe)
+    return resolve_lora(check_fp8(recipe))
+
+
+def check_fp8(recipe: Recipe) -> Recipe:
+    """Return the recipe; raise RecipeError for patterns of float8 layers without a layer."""
+    if recipe.train.fp8 is not None:
+        fp8_layers(recipe.model, recipe.train.fp8)
+    return recipe
 
 
 def resolve_tasks(settings: Eval) -> Eval:
