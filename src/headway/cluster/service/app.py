@@ -13,12 +13,15 @@ from pydantic_core import to_jsonable_python
 from headway import __version__
 from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.access_guard import TokenGuard
-from headway.cluster.service.demand import job_of
+from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.messages import REPORT
+from headway.cluster.service.submitting import NewJob
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
 
+MOST_AT_ONCE = 100
+"""Submissions of one batch."""
 POLL_S = 0.02
 LONGEST_WAIT_S = 10.0
 
@@ -31,6 +34,24 @@ class JobSubmission(BaseModel):
     secrets: dict[str, str] = {}
     key: str | None = Field(default=None, min_length=1, max_length=200)
     dry: bool = False
+
+    def new_job(self) -> NewJob:
+        """What is to be queued."""
+        return NewJob(request_from_json(self.request), self.secrets, self.key)
+
+
+class JobBatch(BaseModel):
+    """Jobs to queue together, all or none."""
+
+    model_config = ConfigDict(extra="forbid")
+    jobs: Annotated[list[JobSubmission], Field(min_length=1, max_length=MOST_AT_ONCE)]
+
+
+class PriorityRequest(BaseModel):
+    """A new priority."""
+
+    model_config = ConfigDict(extra="forbid")
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 
 
 class SignalRequest(BaseModel):
@@ -79,11 +100,17 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
 
     @app.post("/api/v1/jobs")
     def submit(submission: JobSubmission) -> dict[str, Any]:
-        request = request_from_json(submission.request)
+        new = submission.new_job()
         if submission.dry:
-            plane.cluster.check_job(job_of(request, request.name, plane.now_s, plane.cluster.tenants))
+            plane.cluster.check_job(job_of(new.request, new.request.name, plane.now_s, plane.cluster.tenants))
             return {"id": None}
-        return {"id": plane.submit(request, submission.secrets, submission.key)}
+        return {"id": plane.submit_all([new])[0]}
+
+    @app.post("/api/v1/jobs:batch")
+    def submit_batch(batch: JobBatch) -> dict[str, Any]:
+        if any(submission.dry for submission in batch.jobs):
+            raise UsageError("a batch cannot be tried", hint="leave dry out")
+        return {"ids": plane.submit_all([submission.new_job() for submission in batch.jobs])}
 
     @app.get("/api/v1/jobs")
     def jobs(
@@ -104,6 +131,11 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
     def send_signal(job: str, body: SignalRequest) -> list[dict[str, Any]]:
         plane.signal(names_of(job), body.number)
         return listed(names_of(job))
+
+    @app.post("/api/v1/jobs/{job}/priority")
+    def set_priority(job: str, body: PriorityRequest) -> dict[str, Any]:
+        name = names_of(job)
+        return {"changed": plane.set_priority(name, body.priority), "jobs": listed(name)}
 
     @app.post("/api/v1/jobs/{job}/{verb}")
     def change(job: str, verb: Literal["cancel", "hold", "release"]) -> dict[str, Any]:

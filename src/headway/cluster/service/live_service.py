@@ -62,7 +62,7 @@ class LiveService:
 
     def why(self, job: dict[str, Any]) -> dict[str, Any]:
         """Explain the state of a job: by the scheduler if it waits there, else by what is recorded."""
-        waits = job["state"] == "waiting" and not job["held"]
+        waits = job["state"] == "waiting" and not job["held"] and job["offered"]
         if waits:
             return job | {"why": self._decider.why(self.plane.lines[:], self.plane.now_s, job["id"])}
         return job | {"why": None}

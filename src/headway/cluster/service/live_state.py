@@ -7,6 +7,7 @@ Each line is one JSON object with the time `at` and one of these keys:
     running      the nodes of a starting job have confirmed that it runs
     stopping     a user had a running job stopped
     exited       a job has exited, and waits `again` or is over; `saved` if its work up to then counts
+    priority     a job has another priority, `to`
     hold, unhold a user took a waiting job out of the queue, or put it back
     node         a node is healthy or draining
     decided      the decisions of a cycle, with their placements
@@ -67,6 +68,8 @@ class LiveState:
             snapshot.confirm(snapshot.jobs.rows[line["running"]])
         elif "stopping" in line:
             snapshot.tell_to_stop(snapshot.jobs.rows[line["stopping"]])
+        elif "priority" in line:
+            snapshot.jobs.priority[snapshot.jobs.rows[line["priority"]]] = line["to"]
         elif "hold" in line:
             snapshot.hold(snapshot.jobs.rows[line["hold"]])
         elif "unhold" in line:

@@ -14,15 +14,16 @@ from typing import Any
 from sqlalchemy import Row, delete, func, insert, or_, select, update
 
 from headway.cluster.engines.engine import CANCELLED, OVER, LaunchRequest, cannot_signal
-from headway.cluster.engines.submissions import request_to_json
 from headway.cluster.service.demand import EmptyCluster, job_of
 from headway.cluster.service.exits import finish_if_exited
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.live_state import decided_line, job_from_json, job_to_json
 from headway.cluster.service.messages import NodeOrders, NodeReport, WantedStart, start_key
+from headway.cluster.service.offers import array_counts, to_offer, unmet_dependencies, unoffered, waits_for
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import jobs, nodes, ranks
+from headway.cluster.service.submitting import NewJob, dependency_rows, job_rows
+from headway.cluster.service.tables import dependencies, jobs, nodes, ranks
 from headway.errors import EngineError, UsageError
 
 AWAY_S = 30.0
@@ -119,37 +120,32 @@ class ControlPlane:
 
     def submit(self, request: LaunchRequest, secrets: Mapping[str, str] | None = None, key: str | None = None) -> str:
         """Queue a job, or the tasks of an array, and return its id; repeating a `key` returns the same id."""
+        return self.submit_all([NewJob(request, secrets or {}, key)])[0]
+
+    def submit_all(self, submissions: Sequence[NewJob]) -> list[str]:
+        """Queue jobs, all or none, and return their ids in order."""
         now, tenants = self.now_s, self.cluster.tenants
-        self.cluster.check_job(job_of(request, request.name, now, tenants))
+        for new in submissions:
+            self.cluster.check_job(job_of(new.request, new.request.name, now, tenants))
         with self._store.write() as transaction:
-            if key is not None:
-                known = transaction.execute(select(jobs.c.id, jobs.c.array).where(jobs.c.key == key)).first()
-                if known is not None:
-                    return str(known.array or known.id)
-            number = (transaction.execute(select(func.max(jobs.c.number))).scalar() or 0) + 1
-            names = [f"{number}_{task}" for task in range(request.array)] if request.array else [str(number)]
-            rows = []
-            for task, name in enumerate(names):
-                job = job_of(request, name, now, tenants)
-                rows.append(
-                    {
-                        "id": name,
-                        "number": number + task,
-                        "name": request.name,
-                        "tenant": job.tenant,
-                        "request": json.dumps(request_to_json(request)),
-                        "demand": json.dumps(job_to_json(job)),
-                        "state": "waiting",
-                        "submitted": self._clock(),
-                        "array": str(number) if request.array else None,
-                        "at_once": request.at_once,
-                        "key": key if task == 0 else None,
-                    }
-                )
-            transaction.execute(insert(jobs), rows)
-            if request.secrets:  # before the commit: a job that is seen has them
-                self.secrets |= {name: dict(secrets or {}) for name in names}
+            ids = [self._submit(transaction, new, now) for new in submissions]
         self._note_change()
+        return ids
+
+    def _submit(self, transaction: Transaction, new: NewJob, now_s: float) -> str:
+        if new.key is not None:
+            known = transaction.execute(select(jobs.c.id, jobs.c.array).where(jobs.c.key == new.key)).first()
+            if known is not None:
+                return str(known.array or known.id)
+        number = (transaction.execute(select(func.max(jobs.c.number))).scalar() or 0) + 1
+        rows = job_rows(new, number, now_s, self._clock(), self.cluster.tenants)
+        names = [row["id"] for row in rows]
+        needs = dependency_rows(transaction, new.request, rows[0]["tenant"], names)
+        transaction.execute(insert(jobs), rows)
+        if needs:
+            transaction.execute(insert(dependencies), needs)
+        if new.request.secrets:  # before the commit: a job that is seen has them
+            self.secrets |= {name: dict(new.secrets) for name in names}
         return str(number)
 
     def cancel(self, name: str) -> None:
@@ -178,6 +174,21 @@ class ControlPlane:
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(held=held))
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "hold" if held else "unhold": row.id}])
+        self._note_change()
+        return done
+
+    def set_priority(self, name: str, priority: int) -> bool:
+        """Change the priority of jobs that are not over; False if there is nothing to do."""
+        done = False
+        with self._store.write() as transaction:
+            for row in self._rows(transaction, name):
+                demand = json.loads(row.demand)
+                if row.state in OVER or demand.get("priority", 0) == priority:
+                    continue
+                done, text = True, json.dumps(demand | {"priority": priority})
+                transaction.execute(update(jobs).where(jobs.c.id == row.id).values(demand=text))
+                if row.offered:
+                    transaction.add_lines([{"at": self.now_s, "priority": row.id, "to": priority}])
         self._note_change()
         return done
 
@@ -295,20 +306,33 @@ class ControlPlane:
                 for name in connection.execute(select(nodes.c.name).where(nodes.c.state == "healthy")).scalars()
                 if name in silent or name not in self._reported
             ]
-            offers = _to_offer(connection.execute(_unoffered()).all(), connection.execute(_array_counts()).all())
-        if not lost and not offers:
+            waiting = unoffered(connection)
+            unmet, failed = unmet_dependencies(connection) if waiting else ({}, {})
+            offers = to_offer(waiting, array_counts(connection) if waiting else {}, {*unmet, *failed})
+        reasons = {row.id: waits_for(unmet[row.id]) for row in waiting if row.id in unmet}
+        news = {row.id: reasons[row.id] for row in waiting if row.id in reasons and row.reason != reasons[row.id]}
+        if not lost and not offers and not failed and not news:
             return
         with self._store.write() as transaction:
             for name in lost:
                 self._set_node(transaction, name, "draining")
+            unknown = ~jobs.c.offered & (jobs.c.state == "waiting")
+            for name, reason in failed.items():
+                values = {"state": "cancelled", "reason": reason, "ended": self._clock()}
+                transaction.execute(update(jobs).where((jobs.c.id == name) & unknown).values(values))
+                self.secrets.pop(name, None)
+            for name, reason in news.items():
+                transaction.execute(update(jobs).where((jobs.c.id == name) & unknown).values(reason=reason))
             lines = list[dict[str, Any]]()
             for row in offers:
-                mine = (jobs.c.id == row.id) & ~jobs.c.offered & (jobs.c.state == "waiting")
-                if transaction.execute(update(jobs).where(mine).values(offered=True)).rowcount:
+                offered = update(jobs).where((jobs.c.id == row.id) & unknown).values(offered=True, reason="")
+                if transaction.execute(offered).rowcount:
                     job = job_from_json(json.loads(row.demand))
                     lines.append({"at": self.now_s, "job": job_to_json(job)})
                     lines += [{"at": self.now_s, "hold": row.id}] if row.held else []
             transaction.add_lines(lines)
+        if failed:
+            self._note_change()  # others may wait for these
 
     def waits(self) -> bool:
         """Whether a job waits that the scheduler may start."""
@@ -391,31 +415,3 @@ def _wanted(node: str) -> Any:
     columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.state.label("job_state"))
     where = (ranks.c.node == node) & ranks.c.state.in_(("issued", "running"))
     return select(*columns).join(jobs, jobs.c.id == ranks.c.job).where(where)
-
-
-def _unoffered() -> Any:
-    waiting = (jobs.c.state == "waiting") & ~jobs.c.offered
-    return (
-        select(jobs.c.id, jobs.c.array, jobs.c.at_once, jobs.c.held, jobs.c.demand)
-        .where(waiting)
-        .order_by(jobs.c.number)
-    )
-
-
-def _array_counts() -> Any:
-    """Query how many tasks of each limited array the scheduler knows."""
-    live = jobs.c.offered & jobs.c.at_once.is_not(None) & jobs.c.state.not_in(OVER)
-    return select(jobs.c.array, func.count().label("tasks")).where(live).group_by(jobs.c.array)
-
-
-def _to_offer(waiting: Sequence[Row[Any]], counts: Sequence[Row[Any]]) -> list[Row[Any]]:
-    """Return the jobs to offer: of an array at most as many as may run at a time."""
-    active = {row.array: row.tasks for row in counts}
-    offers = []
-    for row in waiting:
-        if row.at_once is not None:
-            if active.get(row.array, 0) >= row.at_once:
-                continue
-            active[row.array] = active.get(row.array, 0) + 1
-        offers.append(row)
-    return offers

@@ -81,6 +81,15 @@ ranks = Table(
 )
 """One row per node of a job's newest start: what the node is to run."""
 
+dependencies = Table(
+    "dependencies",
+    metadata,
+    Column("job", String(40), primary_key=True),
+    Column("needs", String(40), primary_key=True),  # a job, or an array
+    Column("condition", String(10), primary_key=True),  # ok, any: how it must have ended
+)
+"""What must be over before the scheduler is told of a job."""
+
 record = Table(
     "record",
     metadata,

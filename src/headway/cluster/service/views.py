@@ -64,7 +64,18 @@ def _grants(connection: Connection, names: Iterable[str]) -> dict[str, list[tupl
 
 def _job(row: Row[Any], grant: list[tuple[str, list[str]]]) -> dict[str, Any]:
     demand, request = json.loads(row.demand), json.loads(row.request)
-    columns: tuple[str, ...] = ("id", "number", "name", "tenant", "state", "reason", "held", "starts", "exit_status")
+    columns: tuple[str, ...] = (
+        "id",
+        "number",
+        "name",
+        "tenant",
+        "state",
+        "reason",
+        "held",
+        "offered",
+        "starts",
+        "exit_status",
+    )
     columns += ("submitted", "started", "ended", "array")
     return {key: getattr(row, key) for key in columns} | {
         "gpus": demand["gpus"],
