@@ -14,14 +14,17 @@ from headway import __version__
 from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.access_guard import TokenGuard
 from headway.cluster.service.demand import MOST_PRIORITY, job_of
+from headway.cluster.service.event_sentences import events_of
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.messages import REPORT
 from headway.cluster.service.submitting import NewJob
-from headway.cluster.service.views import find_jobs, list_jobs, list_nodes
+from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, name_jobs
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
 
 MOST_AT_ONCE = 100
 """Submissions of one batch."""
+MOST_LINES = 10_000
+"""Of the record, in one answer."""
 POLL_S = 0.02
 LONGEST_WAIT_S = 10.0
 
@@ -160,8 +163,17 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
             return list_nodes(connection)
 
     @app.get("/api/v1/record")
-    def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> Any:
+    def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000) -> Any:
         return list(plane.lines[after : after + limit])
+
+    @app.get("/api/v1/events")
+    def events(
+        after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000
+    ) -> dict[str, Any]:
+        lines = list(plane.lines[after : after + limit])
+        happened = [event for number, line in enumerate(lines, after + 1) for event in events_of(number, line)]
+        with store.read() as connection:
+            return {"after": after + len(lines), "events": name_jobs(connection, happened)}
 
     @app.post("/api/v1/sync")
     async def sync(body: NodeSync, request: Request) -> Any:

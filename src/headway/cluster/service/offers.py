@@ -13,7 +13,9 @@ def unoffered(connection: Connection) -> Sequence[Row[Any]]:
     """Waiting jobs that the scheduler does not know, in order of submission."""
     waiting = (jobs.c.state == "waiting") & ~jobs.c.offered
     columns = (jobs.c.id, jobs.c.array, jobs.c.at_once, jobs.c.held, jobs.c.demand, jobs.c.reason)
-    return connection.execute(select(*columns).where(waiting).order_by(jobs.c.number)).all()
+    query: Any = select(*columns).where(waiting).order_by(jobs.c.number)
+    rows: Sequence[Row[Any]] = connection.execute(query).all()
+    return rows
 
 
 def array_counts(connection: Connection) -> dict[str, int]:

@@ -133,12 +133,13 @@ class ControlPlane:
         return ids
 
     def _submit(self, transaction: Transaction, new: NewJob, now_s: float) -> str:
-        if new.key is not None:
-            known = transaction.execute(select(jobs.c.id, jobs.c.array).where(jobs.c.key == new.key)).first()
-            if known is not None:
-                return str(known.array or known.id)
         number = (transaction.execute(select(func.max(jobs.c.number))).scalar() or 0) + 1
         rows = job_rows(new, number, now_s, self._clock(), self.cluster.tenants)
+        if new.key is not None:
+            same = select(jobs.c.id, jobs.c.array).where(jobs.c.key == rows[0]["key"])
+            known = transaction.execute(same).first()
+            if known is not None:
+                return str(known.array or known.id)
         names = [row["id"] for row in rows]
         needs = dependency_rows(transaction, new.request, rows[0]["tenant"], names)
         transaction.execute(insert(jobs), rows)

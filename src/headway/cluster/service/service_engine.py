@@ -67,7 +67,9 @@ class ServiceEngine(Engine):
     def launch(self, request: LaunchRequest) -> str:
         """See Engine. A submission that is repeated, since no answer came, is one submission."""
         values, request = secret_values(request), self._complete(request)
-        body = {"request": request_to_json(request), "secrets": values, "key": secrets.token_hex(16)}
+        site = dict(request.site)
+        key = site.pop("key", None) or secrets.token_hex(16)
+        body = {"request": request_to_json(replace(request, site=site)), "secrets": values, "key": key}
         return str(self.connection.post("/api/v1/jobs", body)["id"])
 
     def _complete(self, request: LaunchRequest) -> LaunchRequest:

@@ -28,7 +28,7 @@ class NewJob:
     request: LaunchRequest
     secrets: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
-    """Of the submission: repeating it has no effect."""
+    """Of the submission: a tenant that repeats it gets the same job."""
 
 
 def job_rows(new: NewJob, number: int, now_s: float, wall_s: float, tenants: list[str]) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def job_rows(new: NewJob, number: int, now_s: float, wall_s: float, tenants: lis
                 "submitted": wall_s,
                 "array": str(number) if request.array else None,
                 "at_once": request.at_once,
-                "key": new.key if task == 0 else None,
+                "key": f"{job.tenant}:{new.key}" if task == 0 and new.key else None,
             }
         )
     return rows

@@ -59,7 +59,7 @@ jobs = Table(
     Column("ended", Float),
     Column("array", String(40)),  # id that the tasks of an array share
     Column("at_once", Integer),
-    Column("key", String(200), unique=True),  # of the submission: repeating it has no effect
+    Column("key", String(400), unique=True),  # of the submission: repeating it has no effect
     Index("jobs_by_state", "state"),
     Index("jobs_by_array", "array"),
 )

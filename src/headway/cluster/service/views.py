@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy import Connection, Row, or_, select
 
 from headway.cluster.engines.engine import OVER
+from headway.cluster.service.event_sentences import ClusterEvent
 from headway.cluster.service.tables import jobs, nodes, ranks
 
 MOST_JOBS = 1000
@@ -31,6 +33,20 @@ def find_jobs(connection: Connection, name: str) -> list[str]:
     newest = select(jobs.c.id, jobs.c.array).where(jobs.c.name == name).order_by(jobs.c.number.desc()).limit(1)
     row = connection.execute(newest).first()
     return [] if row is None else [row.array or row.id]
+
+
+def name_jobs(connection: Connection, events: Iterable[ClusterEvent]) -> list[dict[str, Any]]:
+    """Events with the names and tenants of their jobs."""
+    rows = [asdict(event) for event in events]
+    ids = sorted({row["job"] for row in rows if row["job"] is not None})
+    known = {
+        job.id: {"name": job.name, "tenant": job.tenant}
+        for first in range(0, len(ids), MOST_JOBS)
+        for job in connection.execute(
+            select(jobs.c.id, jobs.c.name, jobs.c.tenant).where(jobs.c.id.in_(ids[first : first + MOST_JOBS]))
+        )
+    }
+    return [row | known.get(row["job"], {"name": None, "tenant": None}) for row in rows]
 
 
 def list_nodes(connection: Connection) -> list[dict[str, Any]]:
