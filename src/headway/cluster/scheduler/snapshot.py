@@ -161,7 +161,7 @@ class ClusterSnapshot:
     def _check_shape(self, job: Job) -> None:
         """Raise OversizedJobError for a job whose nodes would need more than any, or more nodes, than there are."""
         nodes, machines = self.nodes, max(job.machines, 1)
-        rows = np.array([row for pool in nodes.pools for row in range(pool.first, pool.end - pool.spares)], np.int64)
+        rows = np.concatenate([np.arange(pool.first, pool.end - pool.spares) for pool in nodes.pools])
         each = job.gpus // machines if job.machines else min(job.gpus, 1)
         for what, asked, has in (
             ("GPUs per machine", each, nodes.gpus),

@@ -45,8 +45,7 @@ class InProcessDecider:
         return asdict(explanation) | {"sentence": explanation.reason.sentence, "policy": state.policy.name}
 
     def _follow(self, lines: Lines) -> None:
-        for line in lines[self.seen :]:
-            self.state.apply(line)
+        self.state.apply_all(lines[self.seen :])
         self.seen = len(lines)
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def job_of(request: LaunchRequest, name: str, submit_s: float, tenants: list[str
         raise UsageError(f"job {request.name}: preemptible is {preemptible!r}", hint="yes or no")
     return Job(
         name,
-        _tenant(request, tenants),
+        tenant_of(request, tenants),
         request.machines * request.gpus,
         submit_s=submit_s,
         priority=_priority(request),
@@ -65,7 +65,8 @@ def _shown(request: LaunchRequest, what: str) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _tenant(request: LaunchRequest, tenants: list[str]) -> str:
+def tenant_of(request: LaunchRequest, tenants: list[str]) -> str:
+    """Return the tenant of a request; UsageError if it names none and there are several."""
     if "tenant" not in request.site and len(tenants) != 1:
         raise UsageError(f"job {request.name} names no tenant", hint=f"--tenant with one of {', '.join(tenants)}")
     return request.site.get("tenant", tenants[0])

@@ -17,8 +17,9 @@ Nothing else changes the state, so reading the lines restores it at any time, an
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from headway.cluster.service.grants import (
 )
 
 Line = Mapping[str, Any]
+_DEFAULTS = {column.name: column.default for column in fields(Job) if column.default is not MISSING}
 
 
 @dataclass
@@ -52,16 +54,30 @@ class LiveState:
     history: JobHistory = field(default_factory=JobHistory)
     policy: Policy = POLICIES["headway"]
 
+    def apply_all(self, lines: Iterable[Line]) -> None:
+        """Update the state by lines of the record; jobs that were submitted together are added together."""
+        for at, together in groupby(lines, key=lambda line: line["at"] if "job" in line else None):
+            if at is None:
+                for line in together:
+                    self.apply(line)
+            else:
+                self._submitted(float(at), [job_from_json(line["job"]) for line in together])
+
+    def _submitted(self, at: float, submitted: list[Job]) -> None:
+        self.snapshot.advance(max(at, self.snapshot.now_s))
+        self.snapshot.submit(submitted)
+        for job in submitted:
+            self.history.submitted(job)
+
     def apply(self, line: Line) -> None:
         """Update the state by a line of the record."""
+        if "job" in line:
+            self._submitted(float(line["at"]), [job_from_json(line["job"])])
+            return
         snapshot = self.snapshot
         snapshot.advance(max(float(line["at"]), snapshot.now_s))
         if "decided" in line:
             self._apply_decisions([decode(fields) for fields in line["decided"]])
-        elif "job" in line:
-            job = job_from_json(line["job"])
-            snapshot.submit([job])
-            self.history.submitted(job)
         elif "exited" in line:
             self._exited(line["exited"], again=bool(line.get("again")), saved=bool(line.get("saved")))
         elif "running" in line:
@@ -155,10 +171,12 @@ def _pools(nodes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str,
 
 def job_to_json(job: Job) -> dict[str, Any]:
     """Return a job as JSON values, without what is as by default."""
-    default = asdict(Job(job.name, job.tenant, job.gpus))
-    changed = {key: value for key, value in asdict(job).items() if value != default[key]}
-    fields = {"name": job.name, "tenant": job.tenant, "gpus": job.gpus} | changed
-    return {key: "inf" if value == math.inf else value for key, value in fields.items()}
+    values: dict[str, Any] = {"name": job.name, "tenant": job.tenant, "gpus": job.gpus}
+    for key, default in _DEFAULTS.items():
+        value = getattr(job, key)
+        if value != default:
+            values[key] = "inf" if value == math.inf else value
+    return values
 
 
 def job_from_json(fields: Line) -> Job:

@@ -1,12 +1,17 @@
 """Which waiting jobs the scheduler is told of: their dependencies are over, and few enough of their array run."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select, union_all
+from sqlalchemy import Connection, Row, func, select, union_all, update
 
 from headway.cluster.engines.engine import OVER
-from headway.cluster.service.tables import dependencies, jobs
+from headway.cluster.service.store import Transaction
+from headway.cluster.service.tables import dependencies, jobs, nodes
+
+MOST_VALUES = 500
+"""Of one IN: databases limit the variables of a statement."""
 
 
 def unoffered(connection: Connection) -> Sequence[Row[Any]]:
@@ -16,6 +21,15 @@ def unoffered(connection: Connection) -> Sequence[Row[Any]]:
     query: Any = select(*columns).where(waiting).order_by(jobs.c.number)
     rows: Sequence[Row[Any]] = connection.execute(query).all()
     return rows
+
+
+def still_healthy(connection: Connection, silent: Sequence[str]) -> list[str]:
+    """Return which nodes that do not report are still thought to."""
+    healthy = list[str]()
+    for first in range(0, len(silent), MOST_VALUES):
+        theirs = nodes.c.name.in_(silent[first : first + MOST_VALUES]) & (nodes.c.state == "healthy")
+        healthy += connection.execute(select(nodes.c.name).where(theirs)).scalars()
+    return healthy
 
 
 def array_counts(connection: Connection) -> dict[str, int]:
@@ -45,6 +59,20 @@ def unmet_dependencies(connection: Connection) -> tuple[dict[str, list[str]], di
         elif row.condition == "ok" and row.state != "finished":
             failed[row.job] = f"job {row.needs}, which had to succeed first, is {row.state}"
     return unmet, failed
+
+
+def offer(transaction: Transaction, names: Sequence[str], now_s: float) -> list[dict[str, Any]]:
+    """Note that the scheduler knows jobs, if they still wait; return the lines that tell it."""
+    lines = list[dict[str, Any]]()
+    for first in range(0, len(names), MOST_VALUES):
+        theirs = jobs.c.id.in_(names[first : first + MOST_VALUES]) & (jobs.c.state == "waiting") & ~jobs.c.offered
+        query = select(jobs.c.id, jobs.c.demand, jobs.c.held).where(theirs).order_by(jobs.c.number)
+        rows = transaction.execute(query).all()
+        transaction.execute(update(jobs).where(theirs).values(offered=True, reason=""))
+        for row in rows:
+            lines.append({"at": now_s, "job": json.loads(row.demand)})
+            lines += [{"at": now_s, "hold": row.id}] if row.held else []
+    return lines
 
 
 def to_offer(waiting: Sequence[Row[Any]], active: dict[str, int], blocked: set[str]) -> list[Row[Any]]:

@@ -5,6 +5,7 @@ over or waits again. Every change that the scheduler must know adds a line to th
 """
 
 import json
+import math
 import signal
 import threading
 import time
@@ -17,13 +18,21 @@ from headway.cluster.engines.engine import CANCELLED, OVER, LaunchRequest, canno
 from headway.cluster.service.demand import EmptyCluster, job_of
 from headway.cluster.service.exits import finish_if_exited
 from headway.cluster.service.grants import LiveDecision
-from headway.cluster.service.live_state import decided_line, job_from_json, job_to_json
+from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.messages import NodeOrders, NodeReport, WantedStart, start_key
-from headway.cluster.service.offers import array_counts, to_offer, unmet_dependencies, unoffered, waits_for
+from headway.cluster.service.offers import (
+    array_counts,
+    offer,
+    still_healthy,
+    to_offer,
+    unmet_dependencies,
+    unoffered,
+    waits_for,
+)
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.submitting import NewJob, dependency_rows, job_rows
-from headway.cluster.service.tables import dependencies, jobs, nodes, ranks
+from headway.cluster.service.submitting import NewJob, queue_jobs
+from headway.cluster.service.tables import jobs, nodes, ranks
 from headway.errors import EngineError, UsageError
 
 AWAY_S = 30.0
@@ -103,7 +112,7 @@ class ControlPlane:
                 transaction.add_lines([{"at": self.now_s, "cluster": values}])
         self._cluster = cluster
         now = self._clock()
-        self._reported = {spec["name"]: now for spec in specs}
+        self._reported = dict.fromkeys(known, -math.inf) | {spec["name"]: now for spec in specs}
         self._note_change()
         return unchanged
 
@@ -128,26 +137,13 @@ class ControlPlane:
         for new in submissions:
             self.cluster.check_job(job_of(new.request, new.request.name, now, tenants))
         with self._store.write() as transaction:
-            ids = [self._submit(transaction, new, now) for new in submissions]
+            number = (transaction.execute(select(func.max(jobs.c.number))).scalar() or 0) + 1
+            queued = queue_jobs(transaction, submissions, number, now, self._clock(), tenants)
+            for new, names in queued.added:  # before the commit: a job that is seen has its secrets
+                if new.request.secrets:
+                    self.secrets |= {name: dict(new.secrets) for name in names}
         self._note_change()
-        return ids
-
-    def _submit(self, transaction: Transaction, new: NewJob, now_s: float) -> str:
-        number = (transaction.execute(select(func.max(jobs.c.number))).scalar() or 0) + 1
-        rows = job_rows(new, number, now_s, self._clock(), self.cluster.tenants)
-        if new.key is not None:
-            same = select(jobs.c.id, jobs.c.array).where(jobs.c.key == rows[0]["key"])
-            known = transaction.execute(same).first()
-            if known is not None:
-                return str(known.array or known.id)
-        names = [row["id"] for row in rows]
-        needs = dependency_rows(transaction, new.request, rows[0]["tenant"], names)
-        transaction.execute(insert(jobs), rows)
-        if needs:
-            transaction.execute(insert(dependencies), needs)
-        if new.request.secrets:  # before the commit: a job that is seen has them
-            self.secrets |= {name: dict(new.secrets) for name in names}
-        return str(number)
+        return queued.ids
 
     def cancel(self, name: str) -> None:
         """End a job or the tasks of an array: those that run are told to stop."""
@@ -302,11 +298,7 @@ class ControlPlane:
         now = self._clock()
         silent = [name for name, at in self._reported.items() if now - at > AWAY_S]
         with self._store.read() as connection:
-            lost = [
-                name
-                for name in connection.execute(select(nodes.c.name).where(nodes.c.state == "healthy")).scalars()
-                if name in silent or name not in self._reported
-            ]
+            lost = still_healthy(connection, silent)
             waiting = unoffered(connection)
             unmet, failed = unmet_dependencies(connection) if waiting else ({}, {})
             offers = to_offer(waiting, array_counts(connection) if waiting else {}, {*unmet, *failed})
@@ -324,14 +316,7 @@ class ControlPlane:
                 self.secrets.pop(name, None)
             for name, reason in news.items():
                 transaction.execute(update(jobs).where((jobs.c.id == name) & unknown).values(reason=reason))
-            lines = list[dict[str, Any]]()
-            for row in offers:
-                offered = update(jobs).where((jobs.c.id == row.id) & unknown).values(offered=True, reason="")
-                if transaction.execute(offered).rowcount:
-                    job = job_from_json(json.loads(row.demand))
-                    lines.append({"at": self.now_s, "job": job_to_json(job)})
-                    lines += [{"at": self.now_s, "hold": row.id}] if row.held else []
-            transaction.add_lines(lines)
+            transaction.add_lines(offer(transaction, [row.id for row in offers], self.now_s))
         if failed:
             self._note_change()  # others may wait for these
 
@@ -390,7 +375,8 @@ class ControlPlane:
             granted = connection.execute(select(ranks).where(ranks.c.state == "granted")).all()
             if not granted:
                 return 0
-            running = select(ranks.c.job, ranks.c.start).where(ranks.c.state != "exited")
+            before = {job for row in granted for job, _ in json.loads(row.after)}
+            running = select(ranks.c.job, ranks.c.start).where((ranks.c.state != "exited") & ranks.c.job.in_(before))
             alive = {(row.job, row.start) for row in connection.execute(running)}
         ready = {row.job for row in granted if not alive & {(job, start) for job, start in json.loads(row.after)}}
         if not ready:

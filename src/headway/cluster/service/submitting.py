@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import or_, select
+from sqlalchemy import insert, or_, select
 
 from headway.cluster.engines.engine import LaunchRequest
 from headway.cluster.engines.submissions import request_to_json
-from headway.cluster.service.demand import job_of
+from headway.cluster.service.demand import job_of, tenant_of
 from headway.cluster.service.live_state import job_to_json
 from headway.cluster.service.store import Transaction
-from headway.cluster.service.tables import jobs
+from headway.cluster.service.tables import dependencies, jobs
 from headway.errors import UsageError
 
 MOST_DEPENDENCIES = 100
@@ -29,6 +29,50 @@ class NewJob:
     secrets: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
     """Of the submission: a tenant that repeats it gets the same job."""
+
+
+@dataclass(frozen=True)
+class Queued:
+    """What became of submissions."""
+
+    ids: list[str]
+    """In their order; of a repeated one, of the job that it queued first."""
+    added: list[tuple[NewJob, list[str]]]
+    """The others, and the ids of their jobs."""
+
+
+def queue_jobs(
+    transaction: Transaction,
+    submissions: Sequence[NewJob],
+    number: int,
+    now_s: float,
+    wall_s: float,
+    tenants: list[str],
+) -> Queued:
+    """Queue jobs; the first that is new gets this number."""
+    keys = [f"{tenant_of(new.request, tenants)}:{new.key}" for new in submissions if new.key is not None]
+    known = _queued_before(transaction, keys) if keys else {}
+    queued, rows, needs = Queued([], []), list[dict[str, Any]](), list[dict[str, Any]]()
+    for new in submissions:
+        of_job = job_rows(new, number + len(rows), now_s, wall_s, tenants)
+        key, names = of_job[0]["key"], [row["id"] for row in of_job]
+        if key not in known:
+            needs += dependency_rows(transaction, new.request, of_job[0]["tenant"], names)
+            queued.added.append((new, names))
+            rows += of_job
+        job = known.get(key, str(of_job[0]["number"]))
+        queued.ids.append(job)
+        known |= {key: job} if key is not None else {}
+    for table, values in ((jobs, rows), (dependencies, needs)):
+        if values:
+            transaction.execute(insert(table), values)
+    return queued
+
+
+def _queued_before(transaction: Transaction, keys: Sequence[str]) -> dict[str | None, str]:
+    """Return the jobs of keys that were used before."""
+    rows = transaction.execute(select(jobs.c.key, jobs.c.id, jobs.c.array).where(jobs.c.key.in_(keys)))
+    return {row.key: row.array or row.id for row in rows}
 
 
 def job_rows(new: NewJob, number: int, now_s: float, wall_s: float, tenants: list[str]) -> list[dict[str, Any]]:
