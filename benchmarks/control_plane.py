@@ -18,10 +18,10 @@ from headway.cluster.engines.engine import LaunchRequest
 from headway.cluster.service.cycle import run_cycle
 from headway.cluster.service.decider import DeciderProcess
 from headway.cluster.service.messages import NodeReport, StartReport, start_key
+from headway.cluster.service.new_jobs import NewJob
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.store import ServiceStore
-from headway.cluster.service.submitting import NewJob
 from headway.cluster.service.tables import open_database, sqlite_url
 
 BATCH = 100

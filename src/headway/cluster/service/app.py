@@ -17,7 +17,7 @@ from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.event_sentences import events_of
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.messages import REPORT
-from headway.cluster.service.submitting import NewJob
+from headway.cluster.service.new_jobs import NewJob
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, name_jobs
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
 

@@ -20,6 +20,7 @@ from headway.cluster.service.exits import finish_if_exited
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.messages import NodeOrders, NodeReport, WantedStart, start_key
+from headway.cluster.service.new_jobs import NewJob, queue_jobs
 from headway.cluster.service.offers import (
     array_counts,
     offer,
@@ -31,7 +32,6 @@ from headway.cluster.service.offers import (
 )
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.submitting import NewJob, queue_jobs
 from headway.cluster.service.tables import jobs, nodes, ranks
 from headway.errors import EngineError, UsageError
 
