@@ -23,6 +23,7 @@ from headway.cluster.service.messages import NodeOrders, NodeReport, WantedStart
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import jobs, nodes, ranks
+from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
 AWAY_S = 30.0
@@ -331,7 +332,7 @@ class ControlPlane:
                     if decision.kind != "start":
                         row = transaction.execute(select(jobs).where(jobs.c.id == decision.job)).one()
                         self._tell_to_stop(transaction, row, "preempt", record=False)
-                        reason = decision.reason.sentence
+                        reason = own_reason(decision.reason).sentence
                         transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(reason=reason))
                 for decision in acted:
                     if decision.kind == "start":
@@ -379,7 +380,7 @@ class ControlPlane:
 
 def _starting_reason(decision: LiveDecision) -> str:
     on = ", ".join(node for node, _ in decision.grant)
-    return f"starting on {on}" + (f" once {', '.join(decision.after)} has exited" if decision.after else "")
+    return f"starting on {on}" + (" once what runs there has exited" if decision.after else "")
 
 
 def _order(state: str) -> int:

@@ -90,6 +90,61 @@ record = Table(
 )
 
 
+users = Table(
+    "users",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("role", String(20), nullable=False),
+    Column("tenant", String(128)),  # none: all tenants, for admins
+    Column("created", Float, nullable=False),  # Unix seconds, as all times of these tables
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String(16), primary_key=True),
+    Column("user", String(64), nullable=False),
+    Column("digest", String(64), nullable=False, unique=True),
+    Column("label", String(100), nullable=False, default=""),
+    Column("scopes", Text, nullable=False),  # JSON
+    Column("created", Float, nullable=False),
+    Column("expires", Float),
+    Column("revoked", Float),
+)
+
+tenant_secrets = Table(
+    "tenant_secrets",
+    metadata,
+    Column("tenant", String(128), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("sealed", Text, nullable=False),  # encrypted value
+    Column("changed", Float, nullable=False),
+    Column("user", String(64), nullable=False),  # who set it last
+)
+
+job_secrets = Table(
+    "job_secrets",
+    metadata,
+    Column("job", String(40), primary_key=True),
+    Column("sealed", Text, nullable=False),  # encrypted JSON: values that came with the submission
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("at", Float, nullable=False),
+    Column("user", String(64), nullable=False),
+    Column("token", String(16), nullable=False),
+    Column("tenant", String(128)),  # of the user
+    Column("action", String(100), nullable=False),  # method and route
+    Column("target", String(400), nullable=False),  # path of the request
+    Column("detail", Text, nullable=False, default=""),
+    Column("outcome", String(20), nullable=False),  # done, refused
+)
+"""Every change that a user made, written in the transaction of the change, and every request that was refused."""
+
+
 def open_database(url: str) -> Engine:
     """Open a database, and create what is missing in it."""
     try:
@@ -99,7 +154,9 @@ def open_database(url: str) -> Engine:
         elif parsed.get_backend_name() != "postgresql":
             raise ArgumentError
         else:
-            engine = create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+            engine = create_engine(
+                parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True, hide_parameters=True
+            )
         metadata.create_all(engine)
     except ModuleNotFoundError as error:
         raise UsageError(f"{url.split('@')[-1]} needs {error.name}", hint="pip install 'headway[postgres]'") from None
@@ -122,7 +179,9 @@ def sqlite_url(file: Path) -> str:
 
 
 def _open_sqlite(url: str) -> Engine:
-    engine = create_engine(url, poolclass=QueuePool, connect_args={"timeout": 30, "check_same_thread": False})
+    arguments = {"timeout": 30, "check_same_thread": False}
+    # parameters of a failed statement may be secrets: they stay out of errors
+    engine = create_engine(url, poolclass=QueuePool, connect_args=arguments, hide_parameters=True)
     prepare: Callable[..., Any] = event.listens_for(engine, "connect")
 
     @prepare
