@@ -50,6 +50,7 @@ def run_agent(name: str, folder: Path, connection: ServiceConnection, go_on: Cal
         sent: object = None
         while go_on():
             report = to_jsonable_python(agent.report())
+            sent_at = time.monotonic()
             wait_s = 0.0 if report != sent else BUSY_S if starts.busy else IDLE_S
             try:
                 answer = connection.post("/api/v1/sync", {"report": report, "version": version, "wait_s": wait_s})
@@ -62,7 +63,7 @@ def run_agent(name: str, folder: Path, connection: ServiceConnection, go_on: Cal
                 time.sleep(10 * RETRY_S)
                 continue
             version, sent = answer["version"], report
-            if not agent.obey(ORDERS.validate_python(answer["orders"])):
+            if not agent.obey(ORDERS.validate_python(answer["orders"]), time.monotonic() - sent_at):
                 print(
                     f"node {name}: refused orders of an older service, or another cluster", file=sys.stderr, flush=True
                 )

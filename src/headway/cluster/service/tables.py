@@ -81,6 +81,37 @@ ranks = Table(
 )
 """One row per node of a job's newest start: what the node is to run."""
 
+node_conditions = Table(
+    "node_conditions",
+    metadata,
+    Column("name", String(128), primary_key=True),
+    Column("cordoned", Boolean, nullable=False, default=False),
+    Column("problems", Text, nullable=False, default="[]"),  # JSON: sentences of its last report
+    Column("version", String(40), nullable=False, default=""),  # of Headway there
+    Column("fingerprint", String(64), unique=True),  # of its certificate; none if it is this machine's
+)
+"""What else is known of a node; one without a row has no conditions."""
+
+maintenance = Table(
+    "maintenance",
+    metadata,
+    Column("node", String(128), primary_key=True),
+    Column("begins", Float, nullable=False),  # Unix seconds
+    Column("ends", Float, nullable=False),
+    Column("away_s", Float),  # both in the scheduler's time, as the record has them; none if it has not yet
+    Column("back_s", Float),
+)
+
+join_tokens = Table(
+    "join_tokens",
+    metadata,
+    Column("digest", String(64), primary_key=True),  # SHA-256
+    Column("expires", Float, nullable=False),  # Unix seconds
+    Column("replaces", String(128)),  # a node whose certificate it may replace
+    Column("used_by", String(64)),  # hash of the public key that used it
+)
+"""Each admits one node."""
+
 record = Table(
     "record",
     metadata,
