@@ -1,10 +1,11 @@
 """The record as events for people: what happened to which job or node, in a sentence each. Pure."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headway.cluster.service.grants import LiveDecision, decode
+from headway.cluster.service.visibility import OTHER_JOB, own_reason
 from headway.errors import plural
 
 
@@ -22,13 +23,13 @@ class ClusterEvent:
     node: str | None = None
 
 
-def events_of(seq: int, line: Mapping[str, Any]) -> Iterator[ClusterEvent]:
-    """Yield the events of a line of the record."""
+def events_of(seq: int, line: Mapping[str, Any], mine: Collection[str] | None = None) -> Iterator[ClusterEvent]:
+    """Yield the events of a line of the record; `mine` are the jobs that sentences may name, None all."""
     at_s = float(line["at"])
     if "decided" in line:
         for fields in line["decided"]:
             decision = decode(fields)
-            yield ClusterEvent(seq, at_s, decision.kind, _decided(decision), decision.job)
+            yield ClusterEvent(seq, at_s, decision.kind, _decided(decision, mine), decision.job)
         return
     if "cluster" in line:
         yield ClusterEvent(seq, at_s, "cluster", _cluster(line["cluster"]))
@@ -36,6 +37,10 @@ def events_of(seq: int, line: Mapping[str, Any]) -> Iterator[ClusterEvent]:
     if "node" in line:
         state = {"healthy": "reports and takes jobs", "draining": "takes no new jobs"}.get(line["state"], line["state"])
         yield ClusterEvent(seq, at_s, "node", f"node {line['node']} {state}", node=line["node"])
+        return
+    if "maintenance" in line:
+        window = "has no maintenance ahead" if line["away_s"] is None else "will be away for maintenance"
+        yield ClusterEvent(seq, at_s, "maintenance", f"node {line['maintenance']} {window}", node=line["maintenance"])
         return
     kind = next((kind for kind in _SENTENCES if kind in line), None)
     if kind is not None:
@@ -67,11 +72,12 @@ _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
-def _decided(decision: LiveDecision) -> str:
-    reason = decision.reason.sentence
+def _decided(decision: LiveDecision, mine: Collection[str] | None) -> str:
+    reason = (decision.reason if mine is None else own_reason(decision.reason, mine)).sentence
     if decision.kind == "start":
         on = ", ".join(f"{node} GPUs {','.join(ids)}" if ids else node for node, ids in decision.grant)
-        after = f", once {', '.join(decision.after)} has exited" if decision.after else ""
+        others = ", ".join(decision.after if mine is None else [OTHER_JOB])
+        after = f", once {others} has exited" if decision.after else ""
         return f"starts on {on}{after}: {reason}"
     return {"stop": "stops", "move": "moves", "reserve": "waits"}.get(decision.kind, decision.kind) + f": {reason}"
 

@@ -45,11 +45,14 @@ class LiveService:
         for thread in self._threads:
             thread.start()
 
-    def start_nodes(self, names: Sequence[str], folder: Path, url: str, token_file: Path) -> None:
+    def start_nodes(
+        self, names: Sequence[str], folder: Path, url: str, token_file: Path, fingerprint: str | None = None
+    ) -> None:
         """Start an agent per local node, and another when it dies. Jobs outlive it, and the next one finds them."""
         fault = os.environ.pop(NODE_VARIABLE, None)
         for name in names:
-            command = [sys.executable, "-m", _NODE, name, str(folder / name), url, str(token_file), str(os.getpid())]
+            command = [sys.executable, "-m", _NODE, name, str(folder / name), url, str(token_file)]
+            command += [str(os.getpid()), *filter(None, [fingerprint])]
             environment = os.environ if fault is None else os.environ | {VARIABLE: fault}
             self._agents[name] = command, subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
 

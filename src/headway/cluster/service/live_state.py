@@ -9,7 +9,8 @@ Each line is one JSON object with the time `at` and one of these keys:
     exited       a job has exited, and waits `again` or is over; `saved` if its work up to then counts
     priority     a job has another priority, `to`
     hold, unhold a user took a waiting job out of the queue, or put it back
-    node         a node is healthy or draining
+    node         a node is healthy, draining or quarantined
+    maintenance  a node is to be empty from `away_s` to `back_s`, or not any more
     decided      the decisions of a cycle, with their placements
 
 Nothing else changes the state, so reading the lines restores it at any time, and each cycle can be decided again.
@@ -90,6 +91,8 @@ class LiveState:
             snapshot.hold(snapshot.jobs.rows[line["hold"]])
         elif "unhold" in line:
             snapshot.unhold(snapshot.jobs.rows[line["unhold"]])
+        elif "maintenance" in line:
+            self._set_maintenance(line["maintenance"], line["away_s"], line["back_s"])
         elif "node" in line:
             snapshot.nodes.state[snapshot.nodes.rows[line["node"]]] = STATES.index(line["state"])
         else:
@@ -126,6 +129,14 @@ class LiveState:
             self.history.departed(name)
         snapshot.end(row)
 
+    def _set_maintenance(self, name: str, away_s: float | None, back_s: float | None) -> None:
+        nodes = self.snapshot.nodes
+        if name in nodes.rows:
+            row = nodes.rows[name]
+            nodes.away_s[row] = math.inf if away_s is None else away_s
+            nodes.back_s[row] = -math.inf if back_s is None else back_s
+            nodes.has_maintenance = True
+
     def _set_cluster(self, cluster: Line) -> None:
         """Build the cluster, or change it under the jobs that it has."""
         self.policy = POLICIES[cluster["policy"]]
@@ -136,6 +147,7 @@ class LiveState:
             before = {
                 name: state for old in values["pools"] for name, state in zip(old["nodes"], old["state"], strict=True)
             }
+            pool["away"] = [window for old in values["pools"] for window in old["away"] if window[0] in pool["nodes"]]
             pool["state"] = [before.get(name, "draining") for name in pool["nodes"]]
         for job in values["jobs"]:
             for key in ("place", "kept"):

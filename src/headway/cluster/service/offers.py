@@ -2,19 +2,57 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Row, func, select, union_all, update
 
 from headway.cluster.engines.engine import OVER
 from headway.cluster.service.store import Transaction
-from headway.cluster.service.tables import dependencies, jobs, nodes
+from headway.cluster.service.tables import dependencies, jobs
 
 MOST_VALUES = 500
 """Of one IN: databases limit the variables of a statement."""
 
 
-def unoffered(connection: Connection) -> Sequence[Row[Any]]:
+@dataclass(frozen=True)
+class Offers:
+    """What becomes of waiting jobs that the scheduler does not know."""
+
+    offered: list[str]
+    refused: dict[str, str]
+    """Those that can never be offered, and why."""
+    reasons: dict[str, str]
+    """Those that wait for other jobs than before."""
+
+
+def find_offers(connection: Connection) -> Offers | None:
+    """Return what becomes of waiting jobs; None if nothing changes."""
+    waiting = _unoffered(connection)
+    if not waiting:
+        return None
+    unmet, refused = _unmet_dependencies(connection)
+    offered = [row.id for row in _to_offer(waiting, _array_counts(connection), {*unmet, *refused})]
+    sentences = {row.id: _waits_for(unmet[row.id]) for row in waiting if row.id in unmet and row.id not in refused}
+    reasons = {row.id: sentences[row.id] for row in waiting if sentences.get(row.id, row.reason) != row.reason}
+    return Offers(offered, refused, reasons) if offered or refused or reasons else None
+
+
+def record_offers(transaction: Transaction, offers: Offers, now_s: float, wall_s: float) -> list[str]:
+    """Record what becomes of jobs that still wait, and return those that were refused."""
+    waits = (jobs.c.state == "waiting") & ~jobs.c.offered
+    refused = []
+    for name, reason in offers.refused.items():
+        values = {"state": "cancelled", "reason": reason, "ended": wall_s}
+        if transaction.execute(update(jobs).where((jobs.c.id == name) & waits).values(values)).rowcount:
+            refused.append(name)
+    for name, reason in offers.reasons.items():
+        transaction.execute(update(jobs).where((jobs.c.id == name) & waits).values(reason=reason))
+    transaction.add_lines(_offer(transaction, offers.offered, now_s))
+    return refused
+
+
+def _unoffered(connection: Connection) -> Sequence[Row[Any]]:
     """Waiting jobs that the scheduler does not know, in order of submission."""
     waiting = (jobs.c.state == "waiting") & ~jobs.c.offered
     columns = (jobs.c.id, jobs.c.array, jobs.c.at_once, jobs.c.held, jobs.c.demand, jobs.c.reason)
@@ -23,23 +61,14 @@ def unoffered(connection: Connection) -> Sequence[Row[Any]]:
     return rows
 
 
-def still_healthy(connection: Connection, silent: Sequence[str]) -> list[str]:
-    """Return which nodes that do not report are still thought to."""
-    healthy = list[str]()
-    for first in range(0, len(silent), MOST_VALUES):
-        theirs = nodes.c.name.in_(silent[first : first + MOST_VALUES]) & (nodes.c.state == "healthy")
-        healthy += connection.execute(select(nodes.c.name).where(theirs)).scalars()
-    return healthy
-
-
-def array_counts(connection: Connection) -> dict[str, int]:
+def _array_counts(connection: Connection) -> dict[str, int]:
     """How many tasks of each limited array the scheduler knows."""
     live = jobs.c.offered & jobs.c.at_once.is_not(None) & jobs.c.state.not_in(OVER)
     counts = select(jobs.c.array, func.count().label("tasks")).where(live).group_by(jobs.c.array)
     return {row.array: row.tasks for row in connection.execute(counts)}
 
 
-def unmet_dependencies(connection: Connection) -> tuple[dict[str, list[str]], dict[str, str]]:
+def _unmet_dependencies(connection: Connection) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return what jobs still wait for, and what became of those that can never be offered: sentences by job."""
     waiting = jobs.alias("waiting")
     theirs = (dependencies.c.job == waiting.c.id) & (waiting.c.state == "waiting") & ~waiting.c.offered
@@ -61,7 +90,7 @@ def unmet_dependencies(connection: Connection) -> tuple[dict[str, list[str]], di
     return unmet, failed
 
 
-def offer(transaction: Transaction, names: Sequence[str], now_s: float) -> list[dict[str, Any]]:
+def _offer(transaction: Transaction, names: Sequence[str], now_s: float) -> list[dict[str, Any]]:
     """Note that the scheduler knows jobs, if they still wait; return the lines that tell it."""
     lines = list[dict[str, Any]]()
     for first in range(0, len(names), MOST_VALUES):
@@ -75,7 +104,7 @@ def offer(transaction: Transaction, names: Sequence[str], now_s: float) -> list[
     return lines
 
 
-def to_offer(waiting: Sequence[Row[Any]], active: dict[str, int], blocked: set[str]) -> list[Row[Any]]:
+def _to_offer(waiting: Sequence[Row[Any]], active: dict[str, int], blocked: set[str]) -> list[Row[Any]]:
     """Return the jobs to offer: of an array at most as many as may run at a time."""
     active, offers = dict(active), []
     for row in waiting:
@@ -89,7 +118,7 @@ def to_offer(waiting: Sequence[Row[Any]], active: dict[str, int], blocked: set[s
     return offers
 
 
-def waits_for(needs: Sequence[str]) -> str:
+def _waits_for(needs: Sequence[str]) -> str:
     """Return why a job is not offered yet."""
     listed = ", ".join(needs[:5]) + (f" and {len(needs) - 5} more" if len(needs) > 5 else "")
     return f"waits for {'job' if len(needs) == 1 else 'jobs'} {listed}"

@@ -5,7 +5,6 @@ over or waits again. Every change that the scheduler must know adds a line to th
 """
 
 import json
-import math
 import signal
 import threading
 import time
@@ -15,28 +14,22 @@ from typing import Any
 from sqlalchemy import Row, delete, func, insert, or_, select, update
 
 from headway.cluster.engines.engine import CANCELLED, OVER, LaunchRequest, cannot_signal
+from headway.cluster.scheduler.nodes import DRAIN_LEAD_S
 from headway.cluster.service.demand import EmptyCluster, job_of
 from headway.cluster.service.exits import finish_if_exited
+from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.live_state import decided_line
-from headway.cluster.service.messages import NodeOrders, NodeReport, WantedStart, start_key
+from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart, start_key
 from headway.cluster.service.new_jobs import NewJob, queue_jobs
-from headway.cluster.service.offers import (
-    array_counts,
-    offer,
-    still_healthy,
-    to_offer,
-    unmet_dependencies,
-    unoffered,
-    waits_for,
-)
+from headway.cluster.service.node_state import node_state, unwanted_starts
+from headway.cluster.service.offers import find_offers, record_offers
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import jobs, nodes, ranks
+from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks
+from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
-AWAY_S = 30.0
-"""A node that has not reported for so long gets no new jobs."""
 ALIVE = ("starting", "running", "ending")
 RESULT = RankResult.__dataclass_fields__
 
@@ -44,16 +37,25 @@ RESULT = RankResult.__dataclass_fields__
 class ControlPlane:
     """The state of a cluster in its database, and everything that changes it."""
 
-    def __init__(self, store: ServiceStore, clock: Callable[[], float] = time.time, speed: float = 1.0) -> None:
-        """`clock` returns Unix seconds; the scheduler's time passes `speed` times as fast, for emulated clusters."""
+    def __init__(
+        self,
+        store: ServiceStore,
+        clock: Callable[[], float] = time.time,
+        speed: float = 1.0,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        give_up_after_s: float = GIVE_UP_AFTER_S,
+    ) -> None:
+        """`clock` returns Unix seconds, `monotonic` seconds that never jump, by which nodes are silent; the scheduler's
+        time passes `speed` times as fast, for emulated clusters."""
         self._store, self._clock, self._speed = store, clock, speed
         self._began = clock()
         self._offset = float(store.lines[-1]["at"]) if store.lines else 0.0
         self._cluster: EmptyCluster | None = None
         self.secrets: dict[str, dict[str, str]] = {}
         """Values of secret variables by job: in memory only."""
-        self._reported: dict[str, float] = {}
-        """When each node last reported, by the clock."""
+        self.fleet = Fleet(store, self, speed=speed, give_up_after_s=give_up_after_s, monotonic=monotonic)
+        """The nodes, for operators."""
         self.changes, self.changed = 0, threading.Event()
         """Grows with every change that nodes or the scheduler should look at, which the event then tells."""
 
@@ -63,7 +65,13 @@ class ControlPlane:
         last = float(self._store.lines[-1]["at"]) if self._store.lines else 0.0
         return max(self._offset + (self._clock() - self._began) * self._speed, last)
 
-    def _note_change(self) -> None:
+    @property
+    def wall_s(self) -> float:
+        """Unix seconds."""
+        return self._clock()
+
+    def note_change(self) -> None:
+        """Have nodes and the scheduler look again."""
         self.changes += 1
         self.changed.set()
 
@@ -111,9 +119,10 @@ class ControlPlane:
             if cluster.values != before:
                 transaction.add_lines([{"at": self.now_s, "cluster": values}])
         self._cluster = cluster
-        now = self._clock()
-        self._reported = dict.fromkeys(known, -math.inf) | {spec["name"]: now for spec in specs}
-        self._note_change()
+        with self._store.read() as connection:
+            elsewhere = select(node_conditions.c.name).where(node_conditions.c.fingerprint.is_not(None))
+            self.fleet.silence.hear(*(spec["name"] for spec in specs), *connection.execute(elsewhere).scalars())
+        self.note_change()
         return unchanged
 
     @staticmethod
@@ -142,7 +151,7 @@ class ControlPlane:
             for new, names in queued.added:  # before the commit: a job that is seen has its secrets
                 if new.request.secrets:
                     self.secrets |= {name: dict(new.secrets) for name in names}
-        self._note_change()
+        self.note_change()
         return queued.ids
 
     def cancel(self, name: str) -> None:
@@ -151,7 +160,7 @@ class ControlPlane:
             for row in self._rows(transaction, name):
                 if row.state in ("starting", "running"):
                     self._tell_to_stop(transaction, row, "cancel", record=True)
-                elif row.state == "ending" and row.stop == "preempt":
+                elif row.state == "ending" and row.stop != "cancel":
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(stop="cancel"))
                 elif row.state == "waiting":
                     values = {"state": "cancelled", "reason": CANCELLED, "ended": self._clock()}
@@ -159,7 +168,7 @@ class ControlPlane:
                     self.secrets.pop(row.id, None)
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "exited": row.id}])
-        self._note_change()
+        self.note_change()
 
     def hold(self, name: str, held: bool = True) -> bool:
         """Keep waiting jobs from starting, or release them; False if there is nothing to do."""
@@ -171,7 +180,7 @@ class ControlPlane:
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(held=held))
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "hold" if held else "unhold": row.id}])
-        self._note_change()
+        self.note_change()
         return done
 
     def set_priority(self, name: str, priority: int) -> bool:
@@ -186,7 +195,7 @@ class ControlPlane:
                 transaction.execute(update(jobs).where(jobs.c.id == row.id).values(demand=text))
                 if row.offered:
                     transaction.add_lines([{"at": self.now_s, "priority": row.id, "to": priority}])
-        self._note_change()
+        self.note_change()
         return done
 
     def signal(self, name: str, number: int) -> None:
@@ -201,7 +210,7 @@ class ControlPlane:
                 for rank in transaction.execute(select(ranks).where(where)).all():
                     sent = json.dumps([*json.loads(rank.signals), int(signal.Signals(number))])
                     transaction.execute(update(ranks).where(where & (ranks.c.rank == rank.rank)).values(signals=sent))
-        self._note_change()
+        self.note_change()
 
     def _rows(self, transaction: Transaction, name: str) -> list[Row[Any]]:
         """The job of an id, or the tasks of an array."""
@@ -215,34 +224,42 @@ class ControlPlane:
             transaction.add_lines([{"at": self.now_s, "stopping": row.id}])
         mine = (ranks.c.job == row.id) & (ranks.c.start == row.starts)
         transaction.execute(update(ranks).where(mine & (ranks.c.state == "granted")).values(state="exited"))
-        finish_if_exited(transaction, row.id, self.now_s, self._clock(), self.secrets)
+        self.finish_job(transaction, row.id)
+
+    def stop_job(self, transaction: Transaction, row: Row[Any], why: str) -> None:
+        """See JobControl."""
+        self._tell_to_stop(transaction, row, why, record=True)
+
+    def finish_job(self, transaction: Transaction, name: str) -> None:
+        """See JobControl."""
+        finish_if_exited(transaction, name, self.now_s, self._clock(), self.secrets)
 
     # -- what nodes report
 
     def sync(self, report: NodeReport) -> NodeOrders:
         """Take a node's report, and return everything that is wanted of it."""
-        now = self._clock()
         with self._store.read() as connection:
-            known = connection.execute(select(nodes).where(nodes.c.name == report.node)).first()
-            rows = connection.execute(_wanted(report.node)).all()
+            known = connection.execute(_known(report.node)).first()
+            rows = _by_key(connection.execute(_wanted(report.node)).all())
         if known is None:
             raise UsageError(f"unknown node '{report.node}'")
-        self._reported[report.node] = now
-        states = {start_key(row.job, row.start, row.rank): row for row in rows}
-        news = [
-            start
-            for start in report.starts
-            if start.key in states and _order(start.state) > _order(states[start.key].state)
-        ]
-        if news or known.state != "healthy":
-            with self._store.write() as transaction:
-                if known.state != "healthy":
-                    self._set_node(transaction, report.node, "healthy")
-                for start in news:
-                    self._take_report(transaction, states[start.key], start.state, start.result)
-                rows = list(transaction.execute(_wanted(report.node)).all())
-            self._note_change()
-        return NodeOrders(self._store.epoch, self._store.cluster, tuple(self._wanted_start(row) for row in rows))
+        self.fleet.silence.hear(report.node)
+        problems = json.dumps(report.problems)
+        if _news(report, rows) or known.state != _state(report, rows, known) or (known.problems or "[]") != problems:
+            with self._store.write() as transaction:  # with what holds now: it may have been given up meanwhile
+                known = transaction.execute(_known(report.node)).one()
+                rows = _by_key(transaction.execute(_wanted(report.node)).all())
+                self.fleet.set_problems(transaction, report.node, problems)
+                self.fleet.set_state(transaction, report.node, _state(report, rows, known))
+                for start in _news(report, rows):
+                    self._take_report(transaction, rows[start.key], start.state, start.result)
+                rows = _by_key(transaction.execute(_wanted(report.node)).all())
+            self.note_change()
+        if unwanted_starts(report, rows):  # they are killed first
+            begun = {start.key for start in report.starts}
+            rows = {key: row for key, row in rows.items() if key in begun}
+        starts = tuple(self._wanted_start(row) for row in rows.values())
+        return NodeOrders(self._store.epoch, self._store.cluster, starts, self.fleet.give_up_after_s)
 
     def _take_report(self, transaction: Transaction, row: Row[Any], state: str, result: RankResult | None) -> None:
         mine = (ranks.c.job == row.job) & (ranks.c.start == row.start)
@@ -266,7 +283,7 @@ class ControlPlane:
                 job = transaction.execute(select(jobs).where(jobs.c.id == row.job)).one()
                 if job.state in ("starting", "running"):  # the others would wait for it for ever
                     self._tell_to_stop(transaction, job, "broken", record=True)
-            finish_if_exited(transaction, row.job, self.now_s, self._clock(), self.secrets)
+            self.finish_job(transaction, row.job)
 
     def _wanted_start(self, row: Row[Any]) -> WantedStart:
         fresh = row.state == "issued" and row.job_state != "ending"
@@ -287,44 +304,27 @@ class ControlPlane:
             values,
         )
 
-    def _set_node(self, transaction: Transaction, name: str, state: str) -> None:
-        transaction.execute(update(nodes).where(nodes.c.name == name).values(state=state))
-        transaction.add_lines([{"at": self.now_s, "node": name, "state": state}])
-
     # -- steps of a cycle
 
     def take_events(self) -> None:
         """Offer new jobs to the scheduler, and note nodes that do not report any more."""
-        now = self._clock()
-        silent = [name for name, at in self._reported.items() if now - at > AWAY_S]
+        self.fleet.look()
         with self._store.read() as connection:
-            lost = still_healthy(connection, silent)
-            waiting = unoffered(connection)
-            unmet, failed = unmet_dependencies(connection) if waiting else ({}, {})
-            offers = to_offer(waiting, array_counts(connection) if waiting else {}, {*unmet, *failed})
-        reasons = {row.id: waits_for(unmet[row.id]) for row in waiting if row.id in unmet}
-        news = {row.id: reasons[row.id] for row in waiting if row.id in reasons and row.reason != reasons[row.id]}
-        if not lost and not offers and not failed and not news:
+            offers = find_offers(connection)
+        if offers is None:
             return
         with self._store.write() as transaction:
-            for name in lost:
-                self._set_node(transaction, name, "draining")
-            unknown = ~jobs.c.offered & (jobs.c.state == "waiting")
-            for name, reason in failed.items():
-                values = {"state": "cancelled", "reason": reason, "ended": self._clock()}
-                transaction.execute(update(jobs).where((jobs.c.id == name) & unknown).values(values))
+            for name in record_offers(transaction, offers, self.now_s, self._clock()):
                 self.secrets.pop(name, None)
-            for name, reason in news.items():
-                transaction.execute(update(jobs).where((jobs.c.id == name) & unknown).values(reason=reason))
-            transaction.add_lines(offer(transaction, [row.id for row in offers], self.now_s))
-        if failed:
-            self._note_change()  # others may wait for these
+        if offers.refused:
+            self.note_change()  # others may wait for these
 
     def waits(self) -> bool:
-        """Whether a job waits that the scheduler may start."""
+        """Whether a job waits that the scheduler may start, or has to leave its node."""
         able = (jobs.c.state == "waiting") & jobs.c.offered & ~jobs.c.held
         with self._store.read() as connection:
-            return connection.execute(select(jobs.c.id).where(able).limit(1)).first() is not None
+            waiting = connection.execute(select(jobs.c.id).where(able).limit(1)).first() is not None
+        return waiting or self.fleet.leaves_soon(DRAIN_LEAD_S)
 
     def record_decisions(self, decisions: Sequence[LiveDecision], seen: int, now_s: float) -> bool:
         """Record the decisions of a cycle with all that follows from them; False if they are outdated: the record has
@@ -340,13 +340,14 @@ class ControlPlane:
                 for decision in acted:
                     if decision.kind != "start":
                         row = transaction.execute(select(jobs).where(jobs.c.id == decision.job)).one()
-                        self._tell_to_stop(transaction, row, "preempt", record=False)
-                        reason = decision.reason.sentence
+                        why = "drain" if decision.kind == "move" else "preempt"
+                        self._tell_to_stop(transaction, row, why, record=False)
+                        reason = own_reason(decision.reason).sentence
                         transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(reason=reason))
                 for decision in acted:
                     if decision.kind == "start":
                         self._grant(transaction, decision)
-        self._note_change()
+        self.note_change()
         return True
 
     def _grant(self, transaction: Transaction, decision: LiveDecision) -> None:
@@ -384,13 +385,36 @@ class ControlPlane:
         with self._store.write() as transaction:
             mine = ranks.c.job.in_(ready) & (ranks.c.state == "granted")
             transaction.execute(update(ranks).where(mine).values(state="issued"))
-        self._note_change()
+        self.note_change()
         return len(ready)
 
 
 def _starting_reason(decision: LiveDecision) -> str:
     on = ", ".join(node for node, _ in decision.grant)
-    return f"starting on {on}" + (f" once {', '.join(decision.after)} has exited" if decision.after else "")
+    return f"starting on {on}" + (" once what runs there has exited" if decision.after else "")
+
+
+def _known(node: str) -> Any:
+    """Query the state and conditions of a node."""
+    columns = (nodes.c.name, nodes.c.state, node_conditions.c.cordoned, node_conditions.c.problems)
+    joined = nodes.outerjoin(node_conditions, node_conditions.c.name == nodes.c.name)
+    return select(*columns, node_conditions.c.fingerprint).select_from(joined).where(nodes.c.name == node)
+
+
+def _state(report: NodeReport, wanted: Mapping[str, Any], known: Row[Any]) -> str:
+    fenced = bool(unwanted_starts(report, wanted))
+    return node_state(reports=True, fenced=fenced, cordoned=bool(known.cordoned), problems=report.problems)
+
+
+def _news(report: NodeReport, rows: Mapping[str, Row[Any]]) -> list[StartReport]:
+    """What a report says of wanted starts beyond what is known of them."""
+    return [
+        start for start in report.starts if start.key in rows and _order(start.state) > _order(rows[start.key].state)
+    ]
+
+
+def _by_key(rows: Sequence[Row[Any]]) -> dict[str, Row[Any]]:
+    return {start_key(row.job, row.start, row.rank): row for row in rows}
 
 
 def _order(state: str) -> int:

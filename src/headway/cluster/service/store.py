@@ -15,8 +15,9 @@ import xxhash
 from sqlalchemy import Connection, Engine, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
+from headway.cluster.service.audit import unrecorded_action
 from headway.cluster.service.faults import WritePoints
-from headway.cluster.service.tables import FORMAT, database_error, facts, record
+from headway.cluster.service.tables import FORMAT, audit, database_error, facts, record
 from headway.errors import EngineError
 
 
@@ -86,7 +87,12 @@ class ServiceStore:
                 self._in_doubt = True
                 transaction = Transaction(connection, self._sum, len(self.lines))
                 yield transaction
+                action = unrecorded_action()
+                if action is not None:
+                    transaction.execute(insert(audit), [action.entry()])
                 self._points.reach("before commit")
+            if action is not None:
+                action.recorded = True
             self._sum, self._in_doubt = transaction.sum, False
             self.lines += transaction.lines
             self._points.reach("after commit")

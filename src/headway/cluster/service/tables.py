@@ -90,6 +90,37 @@ dependencies = Table(
 )
 """What must be over before the scheduler is told of a job."""
 
+node_conditions = Table(
+    "node_conditions",
+    metadata,
+    Column("name", String(128), primary_key=True),
+    Column("cordoned", Boolean, nullable=False, default=False),
+    Column("problems", Text, nullable=False, default="[]"),  # JSON: sentences of its last report
+    Column("version", String(40), nullable=False, default=""),  # of Headway there
+    Column("fingerprint", String(64), unique=True),  # of its certificate; none if it is this machine's
+)
+"""What else is known of a node; one without a row has no conditions."""
+
+maintenance = Table(
+    "maintenance",
+    metadata,
+    Column("node", String(128), primary_key=True),
+    Column("begins", Float, nullable=False),  # Unix seconds
+    Column("ends", Float, nullable=False),
+    Column("away_s", Float),  # both in the scheduler's time, as the record has them; none if it has not yet
+    Column("back_s", Float),
+)
+
+join_tokens = Table(
+    "join_tokens",
+    metadata,
+    Column("digest", String(64), primary_key=True),  # SHA-256
+    Column("expires", Float, nullable=False),  # Unix seconds
+    Column("replaces", String(128)),  # a node whose certificate it may replace
+    Column("used_by", String(64)),  # hash of the public key that used it
+)
+"""Each admits one node."""
+
 record = Table(
     "record",
     metadata,
@@ -97,6 +128,61 @@ record = Table(
     Column("line", Text, nullable=False),
     Column("sum", String(16), nullable=False),  # of the sum before it and the line
 )
+
+
+users = Table(
+    "users",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("role", String(20), nullable=False),
+    Column("tenant", String(128)),  # none: all tenants, for admins
+    Column("created", Float, nullable=False),  # Unix seconds, as all times of these tables
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String(16), primary_key=True),
+    Column("user", String(64), nullable=False),
+    Column("digest", String(64), nullable=False, unique=True),
+    Column("label", String(100), nullable=False, default=""),
+    Column("scopes", Text, nullable=False),  # JSON
+    Column("created", Float, nullable=False),
+    Column("expires", Float),
+    Column("revoked", Float),
+)
+
+tenant_secrets = Table(
+    "tenant_secrets",
+    metadata,
+    Column("tenant", String(128), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("sealed", Text, nullable=False),  # encrypted value
+    Column("changed", Float, nullable=False),
+    Column("user", String(64), nullable=False),  # who set it last
+)
+
+job_secrets = Table(
+    "job_secrets",
+    metadata,
+    Column("job", String(40), primary_key=True),
+    Column("sealed", Text, nullable=False),  # encrypted JSON: values that came with the submission
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("at", Float, nullable=False),
+    Column("user", String(64), nullable=False),
+    Column("token", String(16), nullable=False),
+    Column("tenant", String(128)),  # of the user
+    Column("action", String(100), nullable=False),  # method and route
+    Column("target", String(400), nullable=False),  # path of the request
+    Column("detail", Text, nullable=False, default=""),
+    Column("outcome", String(20), nullable=False),  # done, refused
+)
+"""Every change that a user made, written in the transaction of the change, and every request that was refused."""
 
 
 def open_database(url: str) -> Engine:
@@ -108,7 +194,9 @@ def open_database(url: str) -> Engine:
         elif parsed.get_backend_name() != "postgresql":
             raise ArgumentError
         else:
-            engine = create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+            engine = create_engine(
+                parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True, hide_parameters=True
+            )
         metadata.create_all(engine)
     except ModuleNotFoundError as error:
         raise UsageError(f"{url.split('@')[-1]} needs {error.name}", hint="pip install 'headway[postgres]'") from None
@@ -131,7 +219,9 @@ def sqlite_url(file: Path) -> str:
 
 
 def _open_sqlite(url: str) -> Engine:
-    engine = create_engine(url, poolclass=QueuePool, connect_args={"timeout": 30, "check_same_thread": False})
+    arguments = {"timeout": 30, "check_same_thread": False}
+    # parameters of a failed statement may be secrets: they stay out of errors
+    engine = create_engine(url, poolclass=QueuePool, connect_args=arguments, hide_parameters=True)
     prepare: Callable[..., Any] = event.listens_for(engine, "connect")
 
     @prepare
