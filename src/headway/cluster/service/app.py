@@ -19,8 +19,8 @@ from headway.cluster.service.accounts import Accounts
 from headway.cluster.service.demand import job_of
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.messages import REPORT
+from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
-from headway.cluster.service.submitting import own_key, own_request
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
 from headway.cluster.service.visibility import own_explanation, own_node
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from secrets import token_bytes
 from typing import Any
 
 from sqlalchemy import Row, delete, func, insert, or_, select, update
@@ -21,6 +22,7 @@ from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.live_state import decided_line, job_from_json, job_to_json
 from headway.cluster.service.messages import NodeOrders, NodeReport, WantedStart, start_key
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import jobs, nodes, ranks
 from headway.cluster.service.visibility import own_reason
@@ -35,14 +37,20 @@ RESULT = RankResult.__dataclass_fields__
 class ControlPlane:
     """The state of a cluster in its database, and everything that changes it."""
 
-    def __init__(self, store: ServiceStore, clock: Callable[[], float] = time.time, speed: float = 1.0) -> None:
-        """`clock` returns Unix seconds; the scheduler's time passes `speed` times as fast, for emulated clusters."""
+    def __init__(
+        self,
+        store: ServiceStore,
+        clock: Callable[[], float] = time.time,
+        speed: float = 1.0,
+        secrets: SecretStore | None = None,
+    ) -> None:
+        """`clock` returns Unix seconds; the scheduler's time passes `speed` times as fast, for emulated clusters.
+        Without `secrets` those of jobs can be read by this plane only."""
         self._store, self._clock, self._speed = store, clock, speed
         self._began = clock()
         self._offset = float(store.lines[-1]["at"]) if store.lines else 0.0
         self._cluster: EmptyCluster | None = None
-        self.secrets: dict[str, dict[str, str]] = {}
-        """Values of secret variables by job: in memory only."""
+        self.secrets = secrets or SecretStore(token_bytes(KEY_BYTES))
         self._reported: dict[str, float] = {}
         """When each node last reported, by the clock."""
         self.changes, self.changed = 0, threading.Event()
@@ -148,10 +156,28 @@ class ControlPlane:
                     }
                 )
             transaction.execute(insert(jobs), rows)
-            if request.secrets:  # before the commit: a job that is seen has them
-                self.secrets |= {name: dict(secrets or {}) for name in names}
+            self._keep_secrets(transaction, request, names, job.tenant, secrets or {})
         self._note_change()
         return str(number)
+
+    def _keep_secrets(
+        self,
+        transaction: Transaction,
+        request: LaunchRequest,
+        names: Sequence[str],
+        tenant: str,
+        values: Mapping[str, str],
+    ) -> None:
+        """Keep the secrets that came with a submission; UsageError if one is missing."""
+        missing = missing_secrets(transaction, tenant, request.secrets, values)
+        if missing:
+            raise UsageError(
+                f"job {request.name} needs the secret {missing[0]}, which tenant {tenant} does not have",
+                hint=f"headway secrets set {missing[0]}, or export {missing[0]} where you submit",
+            )
+        self.secrets.keep(
+            transaction, names, tenant, {name: values[name] for name in request.secrets if name in values}
+        )
 
     def cancel(self, name: str) -> None:
         """End a job or the tasks of an array: those that run are told to stop."""
@@ -164,7 +190,7 @@ class ControlPlane:
                 elif row.state == "waiting":
                     values = {"state": "cancelled", "reason": CANCELLED, "ended": self._clock()}
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(values))
-                    self.secrets.pop(row.id, None)
+                    drop_job_secrets(transaction, row.id)
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "exited": row.id}])
         self._note_change()
@@ -208,7 +234,7 @@ class ControlPlane:
             transaction.add_lines([{"at": self.now_s, "stopping": row.id}])
         mine = (ranks.c.job == row.id) & (ranks.c.start == row.starts)
         transaction.execute(update(ranks).where(mine & (ranks.c.state == "granted")).values(state="exited"))
-        finish_if_exited(transaction, row.id, self.now_s, self._clock(), self.secrets)
+        finish_if_exited(transaction, row.id, self.now_s, self._clock())
 
     # -- what nodes report
 
@@ -235,7 +261,20 @@ class ControlPlane:
                     self._take_report(transaction, states[start.key], start.state, start.result)
                 rows = list(transaction.execute(_wanted(report.node)).all())
             self._note_change()
-        return NodeOrders(self._store.epoch, self._store.cluster, tuple(self._wanted_start(row) for row in rows))
+        values = self._secret_values(rows)
+        return NodeOrders(self._store.epoch, self._store.cluster, tuple(_wanted_start(row, values) for row in rows))
+
+    def _secret_values(self, rows: Sequence[Row[Any]]) -> dict[str, dict[str, str] | None]:
+        """The values of the jobs that a node is to start, by id; None if they cannot be read."""
+        names = {row.job: json.loads(row.request)["secrets"] for row in rows if _is_fresh(row)}
+        if not any(names.values()):
+            return {}
+        with self._store.read() as connection:
+            return {
+                row.job: self.secrets.values(connection, row.job, row.tenant, names[row.job])
+                for row in rows
+                if names.get(row.job)
+            }
 
     def _take_report(self, transaction: Transaction, row: Row[Any], state: str, result: RankResult | None) -> None:
         mine = (ranks.c.job == row.job) & (ranks.c.start == row.start)
@@ -259,26 +298,7 @@ class ControlPlane:
                 job = transaction.execute(select(jobs).where(jobs.c.id == row.job)).one()
                 if job.state in ("starting", "running"):  # the others would wait for it for ever
                     self._tell_to_stop(transaction, job, "broken", record=True)
-            finish_if_exited(transaction, row.job, self.now_s, self._clock(), self.secrets)
-
-    def _wanted_start(self, row: Row[Any]) -> WantedStart:
-        fresh = row.state == "issued" and row.job_state != "ending"
-        request = json.loads(row.request)
-        values: dict[str, str] | None = {}
-        if fresh and request["secrets"]:
-            values = self.secrets.get(row.job)
-        return WantedStart(
-            start_key(row.job, row.start, row.rank),
-            "end" if row.job_state == "ending" else "run",
-            tuple(json.loads(row.gpus)),
-            row.rank,
-            tuple(json.loads(row.machines)),
-            row.start,
-            int(row.job.rpartition("_")[2]) if row.array else None,
-            request if fresh else {},
-            tuple(json.loads(row.signals)),
-            values,
-        )
+            finish_if_exited(transaction, row.job, self.now_s, self._clock())
 
     def _set_node(self, transaction: Transaction, name: str, state: str) -> None:
         transaction.execute(update(nodes).where(nodes.c.name == name).values(state=state))
@@ -378,6 +398,26 @@ class ControlPlane:
         return len(ready)
 
 
+def _is_fresh(row: Row[Any]) -> bool:
+    """Whether a node is still to begin a start."""
+    return bool(row.state == "issued" and row.job_state != "ending")
+
+
+def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -> WantedStart:
+    return WantedStart(
+        start_key(row.job, row.start, row.rank),
+        "end" if row.job_state == "ending" else "run",
+        tuple(json.loads(row.gpus)),
+        row.rank,
+        tuple(json.loads(row.machines)),
+        row.start,
+        int(row.job.rpartition("_")[2]) if row.array else None,
+        json.loads(row.request) if _is_fresh(row) else {},
+        tuple(json.loads(row.signals)),
+        secrets.get(row.job, {}),
+    )
+
+
 def _starting_reason(decision: LiveDecision) -> str:
     on = ", ".join(node for node, _ in decision.grant)
     return f"starting on {on}" + (" once what runs there has exited" if decision.after else "")
@@ -389,7 +429,7 @@ def _order(state: str) -> int:
 
 def _wanted(node: str) -> Any:
     """Query the starts that a node should know."""
-    columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.state.label("job_state"))
+    columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.tenant, jobs.c.state.label("job_state"))
     where = (ranks.c.node == node) & ranks.c.state.in_(("issued", "running"))
     return select(*columns).join(jobs, jobs.c.id == ranks.c.job).where(where)
 
