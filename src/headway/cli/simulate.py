@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,6 +94,10 @@ def simulate(
         float, typer.Option("--repair", min=0, metavar="SECONDS", help="Duration of a node's repair.")
     ] = 14400,
     spares: Annotated[int, typer.Option("--spares", min=0, help="Nodes held in reserve.")] = 0,
+    start: Annotated[
+        datetime | None,
+        typer.Option("--start", metavar="DATE", formats=["%Y-%m-%d"], help="Day of second 0, for monthly budgets."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of what a trace does not specify.")] = 0,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Plot usage and queue over time.")
@@ -118,6 +123,7 @@ def simulate(
         node_days=node_days,
         repair_s=repair,
         spares=spares,
+        unix_zero_s=0.0 if start is None else start.replace(tzinfo=UTC).timestamp(),
         seed=seed,
     )
     if spares >= nodes:

@@ -94,7 +94,7 @@ def _serve(
     folder: Path,
     address: tuple[str, int],
     nodes: list[dict[str, Any]],
-    tenants: list[dict[str, Any]],
+    listed: list[dict[str, Any]] | None,
     policy: str,
     database: str | None,
     speed: float,
@@ -107,6 +107,7 @@ def _serve(
     from headway.cluster.service.demo import submit_demo
     from headway.cluster.service.faults import VARIABLE, write_points
     from headway.cluster.service.live_service import LiveService
+    from headway.cluster.service.local_cluster import starting_tenants
     from headway.cluster.service.plane import ControlPlane
     from headway.cluster.service.secret_store import SecretStore, secrets_key
     from headway.cluster.service.single import only_service, publish_address
@@ -123,6 +124,7 @@ def _serve(
         points = write_points()
         os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
         store = ServiceStore(engine, points)
+        tenants = starting_tenants(store, listed)
         plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)))
         for name in plane.set_cluster(nodes, tenants, policy):
             print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)

@@ -24,7 +24,7 @@ from headway.cluster.service.messages import NodeOrders, NodeReport, WantedStart
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import jobs, nodes, ranks
+from headway.cluster.service.tables import jobs, nodes, ranks, tenant_secrets
 from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
@@ -62,6 +62,11 @@ class ControlPlane:
         last = float(self._store.lines[-1]["at"]) if self._store.lines else 0.0
         return max(self._offset + (self._clock() - self._began) * self._speed, last)
 
+    @property
+    def wall_s(self) -> float:
+        """Unix seconds."""
+        return self._clock()
+
     def _note_change(self) -> None:
         self.changes += 1
         self.changed.set()
@@ -98,22 +103,38 @@ class ControlPlane:
                     unchanged.append(spec["name"])
                     continue
                 known[spec["name"]] = dict(spec)
-            used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
-            gone = used - {tenant["name"] for tenant in tenants}
-            if gone:
-                raise UsageError(
-                    f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
-                )
             values = {"nodes": list(known.values()), "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
-            cluster = EmptyCluster(values)
-            before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
-            if cluster.values != before:
-                transaction.add_lines([{"at": self.now_s, "cluster": values}])
+            if self._cluster is None:
+                transaction.add_lines([{"at": self.now_s, "calendar": self._clock()}])
+            cluster = self._record_cluster(transaction, values)
         self._cluster = cluster
         now = self._clock()
         self._reported = {spec["name"]: now for spec in specs}
         self._note_change()
         return unchanged
+
+    def change_tenants(self, change: Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]) -> None:
+        """Replace the tenants by what `change` makes of them; their running jobs go on."""
+        with self._store.write() as transaction:
+            before = self.cluster.values
+            cluster = self._record_cluster(transaction, before | {"tenants": list(change(before["tenants"]))})
+        self._cluster = cluster
+        self._note_change()
+
+    def _record_cluster(self, transaction: Transaction, values: Mapping[str, Any]) -> EmptyCluster:
+        """Record nodes, tenants and policy if they have changed; UsageError if they do not fit together."""
+        used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
+        gone = used - {tenant["name"] for tenant in values["tenants"]}
+        if gone:
+            raise UsageError(
+                f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
+            )
+        cluster = EmptyCluster(values)
+        transaction.execute(delete(tenant_secrets).where(tenant_secrets.c.tenant.not_in(cluster.tenants)))
+        before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
+        if cluster.values != before:
+            transaction.add_lines([{"at": self.now_s, "cluster": cluster.values}])
+        return cluster
 
     @staticmethod
     def _change_node(transaction: Transaction, spec: Mapping[str, Any]) -> bool:
