@@ -9,13 +9,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from secrets import token_bytes
 from typing import Any
 
 from sqlalchemy import Row, delete, func, insert, or_, select, update
 
 from headway.cluster.engines.engine import CANCELLED, OVER, LaunchRequest, cannot_signal
 from headway.cluster.scheduler.nodes import DRAIN_LEAD_S
-from headway.cluster.service.demand import EmptyCluster, job_of
+from headway.cluster.service.demand import EmptyCluster, job_of, tenant_of
 from headway.cluster.service.exits import finish_if_exited
 from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet
 from headway.cluster.service.grants import LiveDecision
@@ -25,8 +26,9 @@ from headway.cluster.service.new_jobs import NewJob, queue_jobs
 from headway.cluster.service.node_state import node_state, unwanted_starts
 from headway.cluster.service.offers import find_offers, record_offers
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks
+from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
 from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
@@ -42,18 +44,19 @@ class ControlPlane:
         store: ServiceStore,
         clock: Callable[[], float] = time.time,
         speed: float = 1.0,
+        secrets: SecretStore | None = None,
         *,
         monotonic: Callable[[], float] = time.monotonic,
         give_up_after_s: float = GIVE_UP_AFTER_S,
     ) -> None:
         """`clock` returns Unix seconds, `monotonic` seconds that never jump, by which nodes are silent; the scheduler's
-        time passes `speed` times as fast, for emulated clusters."""
+        time passes `speed` times as fast, for emulated clusters. Without `secrets` those of jobs can be read by this
+        plane only."""
         self._store, self._clock, self._speed = store, clock, speed
         self._began = clock()
         self._offset = float(store.lines[-1]["at"]) if store.lines else 0.0
         self._cluster: EmptyCluster | None = None
-        self.secrets: dict[str, dict[str, str]] = {}
-        """Values of secret variables by job: in memory only."""
+        self.secrets = secrets or SecretStore(token_bytes(KEY_BYTES))
         self.fleet = Fleet(store, self, speed=speed, give_up_after_s=give_up_after_s, monotonic=monotonic)
         """The nodes, for operators."""
         self.changes, self.changed = 0, threading.Event()
@@ -107,23 +110,39 @@ class ControlPlane:
                     unchanged.append(spec["name"])
                     continue
                 known[spec["name"]] = dict(spec)
-            used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
-            gone = used - {tenant["name"] for tenant in tenants}
-            if gone:
-                raise UsageError(
-                    f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
-                )
             values = {"nodes": list(known.values()), "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
-            cluster = EmptyCluster(values)
-            before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
-            if cluster.values != before:
-                transaction.add_lines([{"at": self.now_s, "cluster": values}])
+            if self._cluster is None:
+                transaction.add_lines([{"at": self.now_s, "calendar": self._clock()}])
+            cluster = self._record_cluster(transaction, values)
         self._cluster = cluster
         with self._store.read() as connection:
             elsewhere = select(node_conditions.c.name).where(node_conditions.c.fingerprint.is_not(None))
             self.fleet.silence.hear(*(spec["name"] for spec in specs), *connection.execute(elsewhere).scalars())
         self.note_change()
         return unchanged
+
+    def change_tenants(self, change: Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]) -> None:
+        """Replace the tenants by what `change` makes of them; their running jobs go on."""
+        with self._store.write() as transaction:
+            before = self.cluster.values
+            cluster = self._record_cluster(transaction, before | {"tenants": list(change(before["tenants"]))})
+        self._cluster = cluster
+        self.note_change()
+
+    def _record_cluster(self, transaction: Transaction, values: Mapping[str, Any]) -> EmptyCluster:
+        """Record nodes, tenants and policy if they have changed; UsageError if they do not fit together."""
+        used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
+        gone = used - {tenant["name"] for tenant in values["tenants"]}
+        if gone:
+            raise UsageError(
+                f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
+            )
+        cluster = EmptyCluster(values)
+        transaction.execute(delete(tenant_secrets).where(tenant_secrets.c.tenant.not_in(cluster.tenants)))
+        before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
+        if cluster.values != before:
+            transaction.add_lines([{"at": self.now_s, "cluster": cluster.values}])
+        return cluster
 
     @staticmethod
     def _change_node(transaction: Transaction, spec: Mapping[str, Any]) -> bool:
@@ -148,11 +167,30 @@ class ControlPlane:
         with self._store.write() as transaction:
             number = (transaction.execute(select(func.max(jobs.c.number))).scalar() or 0) + 1
             queued = queue_jobs(transaction, submissions, number, now, self._clock(), tenants)
-            for new, names in queued.added:  # before the commit: a job that is seen has its secrets
-                if new.request.secrets:
-                    self.secrets |= {name: dict(new.secrets) for name in names}
+            for new, names in queued.added:
+                tenant = tenant_of(new.request, tenants)
+                self._keep_secrets(transaction, new.request, names, tenant, new.secrets)
         self.note_change()
         return queued.ids
+
+    def _keep_secrets(
+        self,
+        transaction: Transaction,
+        request: LaunchRequest,
+        names: Sequence[str],
+        tenant: str,
+        values: Mapping[str, str],
+    ) -> None:
+        """Keep the secrets that came with a submission; UsageError if one is missing."""
+        missing = missing_secrets(transaction, tenant, request.secrets, values)
+        if missing:
+            raise UsageError(
+                f"job {request.name} needs the secret {missing[0]}, which tenant {tenant} does not have",
+                hint=f"headway secrets set {missing[0]}, or export {missing[0]} where you submit",
+            )
+        self.secrets.keep(
+            transaction, names, tenant, {name: values[name] for name in request.secrets if name in values}
+        )
 
     def cancel(self, name: str) -> None:
         """End a job or the tasks of an array: those that run are told to stop."""
@@ -165,7 +203,7 @@ class ControlPlane:
                 elif row.state == "waiting":
                     values = {"state": "cancelled", "reason": CANCELLED, "ended": self._clock()}
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(values))
-                    self.secrets.pop(row.id, None)
+                    drop_job_secrets(transaction, row.id)
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "exited": row.id}])
         self.note_change()
@@ -232,7 +270,7 @@ class ControlPlane:
 
     def finish_job(self, transaction: Transaction, name: str) -> None:
         """See JobControl."""
-        finish_if_exited(transaction, name, self.now_s, self._clock(), self.secrets)
+        finish_if_exited(transaction, name, self.now_s, self._clock())
 
     # -- what nodes report
 
@@ -258,8 +296,21 @@ class ControlPlane:
         if unwanted_starts(report, rows):  # they are killed first
             begun = {start.key for start in report.starts}
             rows = {key: row for key, row in rows.items() if key in begun}
-        starts = tuple(self._wanted_start(row) for row in rows.values())
+        values = self._secret_values(list(rows.values()))
+        starts = tuple(_wanted_start(row, values) for row in rows.values())
         return NodeOrders(self._store.epoch, self._store.cluster, starts, self.fleet.give_up_after_s)
+
+    def _secret_values(self, rows: Sequence[Row[Any]]) -> dict[str, dict[str, str] | None]:
+        """The values of the jobs that a node is to start, by id; None if they cannot be read."""
+        names = {row.job: json.loads(row.request)["secrets"] for row in rows if _is_fresh(row)}
+        if not any(names.values()):
+            return {}
+        with self._store.read() as connection:
+            return {
+                row.job: self.secrets.values(connection, row.job, row.tenant, names[row.job])
+                for row in rows
+                if names.get(row.job)
+            }
 
     def _take_report(self, transaction: Transaction, row: Row[Any], state: str, result: RankResult | None) -> None:
         mine = (ranks.c.job == row.job) & (ranks.c.start == row.start)
@@ -285,25 +336,6 @@ class ControlPlane:
                     self._tell_to_stop(transaction, job, "broken", record=True)
             self.finish_job(transaction, row.job)
 
-    def _wanted_start(self, row: Row[Any]) -> WantedStart:
-        fresh = row.state == "issued" and row.job_state != "ending"
-        request = json.loads(row.request)
-        values: dict[str, str] | None = {}
-        if fresh and request["secrets"]:
-            values = self.secrets.get(row.job)
-        return WantedStart(
-            start_key(row.job, row.start, row.rank),
-            "end" if row.job_state == "ending" else "run",
-            tuple(json.loads(row.gpus)),
-            row.rank,
-            tuple(json.loads(row.machines)),
-            row.start,
-            int(row.job.rpartition("_")[2]) if row.array else None,
-            request if fresh else {},
-            tuple(json.loads(row.signals)),
-            values,
-        )
-
     # -- steps of a cycle
 
     def take_events(self) -> None:
@@ -315,7 +347,7 @@ class ControlPlane:
             return
         with self._store.write() as transaction:
             for name in record_offers(transaction, offers, self.now_s, self._clock()):
-                self.secrets.pop(name, None)
+                drop_job_secrets(transaction, name)
         if offers.refused:
             self.note_change()  # others may wait for these
 
@@ -389,6 +421,26 @@ class ControlPlane:
         return len(ready)
 
 
+def _is_fresh(row: Row[Any]) -> bool:
+    """Whether a node is still to begin a start."""
+    return bool(row.state == "issued" and row.job_state != "ending")
+
+
+def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -> WantedStart:
+    return WantedStart(
+        start_key(row.job, row.start, row.rank),
+        "end" if row.job_state == "ending" else "run",
+        tuple(json.loads(row.gpus)),
+        row.rank,
+        tuple(json.loads(row.machines)),
+        row.start,
+        int(row.job.rpartition("_")[2]) if row.array else None,
+        json.loads(row.request) if _is_fresh(row) else {},
+        tuple(json.loads(row.signals)),
+        secrets.get(row.job, {}),
+    )
+
+
 def _starting_reason(decision: LiveDecision) -> str:
     on = ", ".join(node for node, _ in decision.grant)
     return f"starting on {on}" + (" once what runs there has exited" if decision.after else "")
@@ -423,6 +475,6 @@ def _order(state: str) -> int:
 
 def _wanted(node: str) -> Any:
     """Query the starts that a node should know."""
-    columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.state.label("job_state"))
+    columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.tenant, jobs.c.state.label("job_state"))
     where = (ranks.c.node == node) & ranks.c.state.in_(("issued", "running"))
     return select(*columns).join(jobs, jobs.c.id == ranks.c.job).where(where)
