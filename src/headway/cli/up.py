@@ -6,6 +6,7 @@ import secrets
 import socket
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -153,7 +154,8 @@ def _serve(
         plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)))
         for name in plane.set_cluster(nodes, tenants, policy):
             print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
-        service = LiveService(store, plane, lambda line: print(line, file=sys.stderr, flush=True))
+        log = partial(print, file=sys.stderr, flush=True)
+        service = LiveService(store, plane, log, history=folder / "history")
         accounts = Accounts(store, time.time)
         token = _first_token(accounts, folder / TOKEN)
         app = make_app(service, token, _token(folder / NODE_TOKEN), host, accounts=accounts)

@@ -212,7 +212,7 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
 
     @app.get("/api/v1/record")
     def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000) -> Any:
-        return list(plane.lines[after : after + limit])
+        return plane.lines[max(after, plane.lines.first) :][:limit]
 
     @app.get("/api/v1/events")
     def events(
@@ -220,7 +220,8 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
         after: Annotated[int, Query(ge=0)] = 0,
         limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000,
     ) -> dict[str, Any]:
-        lines = list(plane.lines[after : after + limit])
+        after = max(after, plane.lines.first)
+        lines = plane.lines[after : after + limit]
         tenants = visible_tenants(caller, plane.cluster.values["tenants"])
         with store.read() as connection:
             happened = own_events(connection, after, lines, tenants)

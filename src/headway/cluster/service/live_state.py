@@ -20,7 +20,7 @@ Nothing else changes the state, so reading the lines restores it at any time, an
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy as np
 
 from headway.cluster.scheduler.decide import decide
 from headway.cluster.scheduler.history import JobHistory
-from headway.cluster.scheduler.jobs import Job
+from headway.cluster.scheduler.jobs import Job, job_from_json
 from headway.cluster.scheduler.nodes import STATES
 from headway.cluster.scheduler.policies import POLICIES
 from headway.cluster.scheduler.policy import Policy
@@ -42,9 +42,9 @@ from headway.cluster.service.grants import (
     kept_by_stopped,
     placement_of,
 )
+from headway.errors import UsageError
 
 Line = Mapping[str, Any]
-_DEFAULTS = {column.name: column.default for column in fields(Job) if column.default is not MISSING}
 
 
 @dataclass
@@ -55,6 +55,30 @@ class LiveState:
     holdings: Holdings = field(default_factory=Holdings)
     history: JobHistory = field(default_factory=JobHistory)
     policy: Policy = POLICIES["headway"]
+
+    def to_json(self) -> str:
+        """Return the state as JSON for `from_json`, after which it decides the same."""
+        values = {
+            "format": 1,
+            "policy": self.policy.name,
+            "ids": self.holdings.ids,
+            "grants": self.holdings.grants,
+            "history": self.history.to_json(),
+        }
+        return json.dumps(values)[:-1] + f', "snapshot": {self.snapshot.to_json(None)}}}'
+
+    @classmethod
+    def from_json(cls, text: str) -> "LiveState":
+        """Return the state that `to_json` wrote."""
+        values = json.loads(text)
+        if values["format"] != 1:
+            raise UsageError(f"unknown format {values['format']} of a fold")
+        holdings = Holdings(
+            {node: tuple(ids) for node, ids in values["ids"].items()},
+            {job: tuple((node, tuple(ids)) for node, ids in grant) for job, grant in values["grants"].items()},
+        )
+        snapshot = ClusterSnapshot.from_values(values["snapshot"])
+        return cls(snapshot, holdings, JobHistory.from_json(values["history"]), POLICIES[values["policy"]])
 
     def apply_all(self, lines: Iterable[Line]) -> None:
         """Update the state by lines of the record; jobs that were submitted together are added together."""
@@ -182,22 +206,6 @@ def _pools(nodes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str,
         pool["nodes"].append(node["name"])
         pool["limits"].append([node["name"], node["cpus"], node["memory_bytes"]])
     return list(pools.values()), places
-
-
-def job_to_json(job: Job) -> dict[str, Any]:
-    """Return a job as JSON values, without what is as by default."""
-    values: dict[str, Any] = {"name": job.name, "tenant": job.tenant, "gpus": job.gpus}
-    for key, default in _DEFAULTS.items():
-        value = getattr(job, key)
-        if value != default:
-            values[key] = "inf" if value == math.inf else value
-    return values
-
-
-def job_from_json(fields: Line) -> Job:
-    """Return the job that `job_to_json` wrote."""
-    values: dict[str, Any] = {key: math.inf if value == "inf" else value for key, value in fields.items()}
-    return Job(**values)
 
 
 def decided_line(at: float, decisions: list[LiveDecision]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from sqlalchemy import insert, or_, select
 
 from headway.cluster.engines.engine import LaunchRequest
 from headway.cluster.engines.submissions import request_to_json
+from headway.cluster.scheduler.jobs import job_to_json
 from headway.cluster.service.demand import job_of, tenant_of
-from headway.cluster.service.live_state import job_to_json
 from headway.cluster.service.store import Transaction
 from headway.cluster.service.tables import dependencies, jobs
 from headway.errors import UsageError

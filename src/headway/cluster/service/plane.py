@@ -26,6 +26,7 @@ from headway.cluster.service.new_jobs import NewJob, queue_jobs
 from headway.cluster.service.node_state import node_state, unwanted_starts
 from headway.cluster.service.offers import find_offers, record_offers
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.record_lines import RecordLines
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
@@ -54,7 +55,7 @@ class ControlPlane:
         plane only."""
         self._store, self._clock, self._speed = store, clock, speed
         self._began = clock()
-        self._offset = float(store.lines[-1]["at"]) if store.lines else 0.0
+        self._offset = store.lines.last_at
         self._cluster: EmptyCluster | None = None
         self.secrets = secrets or SecretStore(token_bytes(KEY_BYTES))
         self.fleet = Fleet(store, self, speed=speed, give_up_after_s=give_up_after_s, monotonic=monotonic)
@@ -65,8 +66,7 @@ class ControlPlane:
     @property
     def now_s(self) -> float:
         """The scheduler's time: it never goes back, and stands still while no service runs."""
-        last = float(self._store.lines[-1]["at"]) if self._store.lines else 0.0
-        return max(self._offset + (self._clock() - self._began) * self._speed, last)
+        return max(self._offset + (self._clock() - self._began) * self._speed, self._store.lines.last_at)
 
     @property
     def wall_s(self) -> float:
@@ -79,7 +79,7 @@ class ControlPlane:
         self.changed.set()
 
     @property
-    def lines(self) -> Sequence[Mapping[str, Any]]:
+    def lines(self) -> RecordLines:
         """The record so far."""
         return self._store.lines
 
@@ -139,8 +139,7 @@ class ControlPlane:
             )
         cluster = EmptyCluster(values)
         transaction.execute(delete(tenant_secrets).where(tenant_secrets.c.tenant.not_in(cluster.tenants)))
-        before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
-        if cluster.values != before:
+        if cluster.values != self._store.lines.cluster:
             transaction.add_lines([{"at": self.now_s, "cluster": cluster.values}])
         return cluster
 

@@ -11,6 +11,7 @@ from sqlalchemy import (
     Float,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -183,6 +184,19 @@ audit = Table(
     Column("outcome", String(20), nullable=False),  # done, refused
 )
 """Every change that a user made, written in the transaction of the change, and every request that was refused."""
+
+
+folds = Table(
+    "folds",
+    metadata,
+    Column("seq", Integer, primary_key=True),  # lines of the record that it stands for
+    Column("at", Float, nullable=False),  # of the last of them
+    Column("sum", String(16), nullable=False),  # of the last of them
+    Column("cluster", Text, nullable=False),  # JSON: nodes, tenants and policy
+    Column("state", LargeBinary, nullable=False),  # the scheduler's state as JSON, compressed
+    Column("digest", String(16), nullable=False),  # of the state
+)
+"""What the first lines of the record lead to."""
 
 
 def open_database(url: str) -> Engine:
