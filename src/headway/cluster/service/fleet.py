@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, delete, insert, select, update
 
 from headway.cluster.service.node_state import NodeSilence
 from headway.cluster.service.outcome import RankResult
@@ -146,9 +146,8 @@ class Fleet:
 
     def _give_up(self, transaction: Transaction, name: str) -> None:
         rows = _jobs_on(transaction, name)
-        here = (ranks.c.node == name) & (ranks.c.state != "exited")
         result = json.dumps(asdict(RankResult(given_up=True)))
-        transaction.execute(update(ranks).where(here).values(state="exited", result=result))
+        transaction.execute(update(ranks).where(on_node(name)).values(state="exited", result=result))
         for row in rows:
             if row.state in ("starting", "running"):
                 self._control.stop_job(transaction, row, "given up")
@@ -220,14 +219,24 @@ class Fleet:
         return True
 
 
+def is_elsewhere(transaction: Transaction, name: str) -> bool:
+    """Whether a node has joined with a certificate."""
+    where = node_conditions.c.name == name
+    return transaction.execute(select(node_conditions.c.fingerprint).where(where)).scalar() is not None
+
+
 def is_cordoned(transaction: Transaction, name: str) -> bool:
     """Whether an operator has cordoned a node."""
     where = node_conditions.c.name == name
     return bool(transaction.execute(select(node_conditions.c.cordoned).where(where)).scalar())
 
 
+def on_node(name: str) -> ColumnElement[bool]:
+    """Condition for ranks: what is on a node."""
+    return (ranks.c.node == name) & (ranks.c.state != "exited")
+
+
 def _jobs_on(connection: Connection | Transaction, name: str) -> Sequence[Row[Any]]:
     """The jobs that have something on a node."""
-    here = (ranks.c.node == name) & (ranks.c.state != "exited")
-    wanted = select(jobs).where(jobs.c.id.in_(select(ranks.c.job).where(here))).order_by(jobs.c.number)
+    wanted = select(jobs).where(jobs.c.id.in_(select(ranks.c.job).where(on_node(name)))).order_by(jobs.c.number)
     return connection.execute(wanted).all()

@@ -25,7 +25,7 @@ import numpy as np
 
 from headway.cluster.scheduler.decide import decide
 from headway.cluster.scheduler.history import JobHistory
-from headway.cluster.scheduler.jobs import Job
+from headway.cluster.scheduler.jobs import ANY_POOL, Job
 from headway.cluster.scheduler.nodes import STATES
 from headway.cluster.scheduler.policies import POLICIES
 from headway.cluster.scheduler.policy import Policy
@@ -50,6 +50,8 @@ class LiveState:
     snapshot: ClusterSnapshot = field(default_factory=ClusterSnapshot)
     holdings: Holdings = field(default_factory=Holdings)
     history: JobHistory = field(default_factory=JobHistory)
+    pool_tenants: tuple[str | None, ...] = ()
+    """The only tenant whose jobs the nodes of each pool run; None: all."""
     policy: Policy = POLICIES["headway"]
 
     def apply(self, line: Line) -> None:
@@ -60,7 +62,8 @@ class LiveState:
             self._apply_decisions([decode(fields) for fields in line["decided"]])
         elif "job" in line:
             job = job_from_json(line["job"])
-            snapshot.submit([job])
+            (row,) = snapshot.submit([job])
+            snapshot.jobs.pools[row] = self._pools_of(job.tenant)
             self.history.submitted(job)
         elif "exited" in line:
             self._exited(line["exited"], again=bool(line.get("again")), saved=bool(line.get("saved")))
@@ -110,6 +113,12 @@ class LiveState:
             self.history.departed(name)
         snapshot.end(row)
 
+    def _pools_of(self, tenant: str) -> int:
+        """The pools that a tenant's jobs may use, as bits."""
+        if set(self.pool_tenants) <= {None}:
+            return ANY_POOL
+        return sum(1 << number for number, only in enumerate(self.pool_tenants) if only in (None, tenant))
+
     def _set_maintenance(self, name: str, away_s: float | None, back_s: float | None) -> None:
         nodes = self.snapshot.nodes
         if name in nodes.rows:
@@ -130,7 +139,9 @@ class LiveState:
             }
             pool["away"] = [window for old in values["pools"] for window in old["away"] if window[0] in pool["nodes"]]
             pool["state"] = [before.get(name, "draining") for name in pool["nodes"]]
+        self.pool_tenants = tuple(pool.pop("tenant") for pool in pools)
         for job in values["jobs"]:
+            job["pools"] = self._pools_of(job["tenant"])
             for key in ("place", "kept"):
                 if key in job:
                     moved = [place_of[names_of[job[key]["pool"]][node]] for node in job[key]["nodes"]]
@@ -149,13 +160,13 @@ class LiveState:
 
 
 def _pools(nodes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, tuple[int, int]]]:
-    """Return pools of nodes of one chip and size, and where each node is: pool and number."""
-    pools: dict[tuple[str, int], dict[str, Any]] = {}
+    """Return pools of nodes of one chip, size and tenant if it has one only, and where each is: pool and number."""
+    pools: dict[tuple[str, int, str | None], dict[str, Any]] = {}
     places = {}
     for node in nodes:
-        key = node["chip"], len(node["gpus"])
-        empty: dict[str, Any] = {"chip": key[0], "size": key[1], "nodes": [], "domains": {}, "limits": []}
-        pool = pools.setdefault(key, empty)
+        key = node["chip"], len(node["gpus"]), node.get("tenant")
+        empty: dict[str, Any] = {"nodes": [], "domains": {}, "limits": []}
+        pool = pools.setdefault(key, {"chip": key[0], "size": key[1], "tenant": key[2], **empty})
         places[node["name"]] = list(pools).index(key), len(pool["nodes"])
         pool["nodes"].append(node["name"])
         pool["limits"].append([node["name"], node["cpus"], node["memory_bytes"]])

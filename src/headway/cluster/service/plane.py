@@ -18,7 +18,7 @@ from headway.cluster.engines.submissions import request_to_json
 from headway.cluster.scheduler.nodes import DRAIN_LEAD_S
 from headway.cluster.service.demand import EmptyCluster, job_of
 from headway.cluster.service.exits import finish_if_exited
-from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet
+from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet, is_elsewhere
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.live_state import decided_line, job_from_json, job_to_json
 from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart, start_key
@@ -99,6 +99,11 @@ class ControlPlane:
         with self._store.write() as transaction:
             known = {row.name: json.loads(row.spec) for row in transaction.execute(select(nodes))}
             for spec in specs:
+                if is_elsewhere(transaction, spec["name"]):
+                    raise UsageError(
+                        f"node '{spec['name']}' has joined from elsewhere, and this machine has the same name",
+                        hint="--no-local-node, or headway node remove it",
+                    )
                 if spec["name"] not in known:
                     values = {"name": spec["name"], "spec": json.dumps(spec), "state": "draining"}
                     transaction.execute(insert(nodes).values(values))
@@ -113,7 +118,7 @@ class ControlPlane:
                     f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
                 )
             values = {"nodes": list(known.values()), "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
-            cluster = EmptyCluster(values)
+            cluster = EmptyCluster(values, whole=known.keys() == {spec["name"] for spec in specs})
             before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
             if cluster.values != before:
                 transaction.add_lines([{"at": self.now_s, "cluster": values}])
@@ -123,6 +128,23 @@ class ControlPlane:
             self.fleet.silence.hear(*(spec["name"] for spec in specs), *connection.execute(elsewhere).scalars())
         self.note_change()
         return unchanged
+
+    def record_nodes(self, transaction: Transaction) -> None:
+        """Record that nodes have joined or are gone."""
+        specs = transaction.execute(select(nodes.c.spec).order_by(nodes.c.name)).scalars()
+        cluster = EmptyCluster(self.cluster.values | {"nodes": [json.loads(spec) for spec in specs]}, whole=False)
+        transaction.add_lines([{"at": self.now_s, "cluster": cluster.values}])
+        self._cluster = cluster
+
+    def node_joined(self, name: str) -> None:
+        """Expect reports of a node."""
+        self.fleet.silence.hear(name)
+        self.note_change()
+
+    def check_tenant(self, name: str | None) -> None:
+        """Raise UsageError for a tenant that there is not."""
+        if name is not None and name not in self.cluster.tenants:
+            raise UsageError(f"unknown tenant '{name}'", hint=f"known tenants: {', '.join(self.cluster.tenants)}")
 
     @staticmethod
     def _change_node(transaction: Transaction, spec: Mapping[str, Any]) -> bool:
@@ -237,13 +259,19 @@ class ControlPlane:
 
     # -- what nodes report
 
-    def sync(self, report: NodeReport) -> NodeOrders:
-        """Take a node's report, and return everything that is wanted of it."""
+    def sync(self, report: NodeReport, peer: str | None = None) -> NodeOrders:
+        """Take a node's report, and return everything that is wanted of it. `peer` is the fingerprint of the
+        certificate that was shown; this machine's own nodes have none."""
         with self._store.read() as connection:
             known = connection.execute(_known(report.node)).first()
             rows = _by_key(connection.execute(_wanted(report.node)).all())
         if known is None:
-            raise UsageError(f"unknown node '{report.node}'")
+            raise UsageError(f"unknown node '{report.node}'", hint="it was removed: headway node join")
+        if known.fingerprint != peer:
+            raise UsageError(
+                f"whoever reports for node '{report.node}' has another certificate than it",
+                hint="a node reports for itself only; has it been replaced?",
+            )
         self.fleet.silence.hear(report.node)
         problems = json.dumps(report.problems)
         if _news(report, rows) or known.state != _state(report, rows, known) or (known.problems or "[]") != problems:
