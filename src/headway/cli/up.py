@@ -19,6 +19,7 @@ from headway.track import command, runs_root
 from headway.track.runs import create_private_folder
 
 if TYPE_CHECKING:
+    from headway.cluster.service.accounts import Accounts
     from headway.cluster.service.certificates import Authority, ServerTls
 
 NEEDED = ("fastapi", "sqlalchemy", "uvicorn")
@@ -142,7 +143,7 @@ def _serve(
     tls: "ServerTls | None",
     authority: "Authority | None",
     nodes: list[dict[str, Any]],
-    tenants: list[dict[str, Any]],
+    listed: list[dict[str, Any]] | None,
     policy: str,
     database: str | None,
     speed: float,
@@ -150,13 +151,16 @@ def _serve(
     demo: bool,
     json: bool,
 ) -> None:
+    from headway.cluster.service.accounts import Accounts
     from headway.cluster.service.app import make_app
     from headway.cluster.service.connection import NODE_TOKEN, TOKEN
     from headway.cluster.service.demo import submit_demo
     from headway.cluster.service.faults import VARIABLE, write_points
     from headway.cluster.service.live_service import LiveService
+    from headway.cluster.service.local_cluster import starting_tenants
     from headway.cluster.service.peer_certificate import PeerCertificateProtocol
     from headway.cluster.service.plane import ControlPlane
+    from headway.cluster.service.secret_store import SecretStore, secrets_key
     from headway.cluster.service.single import only_service, publish_address
     from headway.cluster.service.store import ServiceStore
     from headway.cluster.service.tables import open_database, sqlite_url
@@ -172,11 +176,14 @@ def _serve(
         points = write_points()
         os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
         store = ServiceStore(engine, points)
-        plane = ControlPlane(store, time.time, speed, give_up_after_s=give_up_after)
+        tenants = starting_tenants(store, listed)
+        plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)), give_up_after_s=give_up_after)
         for name in plane.set_cluster(nodes, tenants, policy):
             print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
         service = LiveService(store, plane, lambda line: print(line, file=sys.stderr, flush=True))
-        app = make_app(service, _token(folder / TOKEN), _token(folder / NODE_TOKEN), host, authority=authority)
+        accounts = Accounts(store, time.time)
+        token = _first_token(accounts, folder / TOKEN)
+        app = make_app(service, token, _token(folder / NODE_TOKEN), host, accounts=accounts, authority=authority)
 
         def listening() -> None:
             publish_address(folder, url, fingerprint)
@@ -207,6 +214,16 @@ def _serve(
             service.close()
         if service.failure is not None:
             raise service.failure
+
+
+def _first_token(accounts: "Accounts", file: Path) -> str:
+    """Return the token of the first admin; a new one if the one in its file was revoked."""
+    token = _token(file)
+    if not accounts.admit_first(token):
+        file.unlink()
+        token = _token(file)
+        accounts.admit_first(token)
+    return token
 
 
 def _token(file: Path) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.scheduler.jobs import INTERACTIVE_MIN_RUN_S, KINDS, Job, JobTable, check_sizes
+from headway.cluster.scheduler.months import month_bounds
 from headway.cluster.scheduler.nodes import HEALTHY, QUARANTINED, SPARE, STATES, NodeTable
 from headway.cluster.scheduler.placement import ANYWHERE, Kept, Placement
 from headway.cluster.scheduler.tenants import NO_TENANT, TenantTable
@@ -35,6 +36,8 @@ class ClusterSnapshot:
     def __init__(self) -> None:
         self.nodes, self.tenants, self.jobs = NodeTable(), TenantTable(), JobTable()
         self.now_s = 0.0
+        self.unix_zero_s = 0.0
+        """Unix seconds at second 0, for calendar months: 1 January 1970 unless somebody knows better."""
         self._queue: NDArray[np.int64] = np.empty(0, np.int64)
         self._stale = False
         """Whether jobs of the queue have been started."""
@@ -77,8 +80,15 @@ class ClusterSnapshot:
         """Let time pass."""
         assert now_s >= self.now_s, "time does not go back"
         if now_s > self.now_s:
-            self.tenants.advance(now_s - self.now_s, self.now_s)
+            self.tenants.advance(now_s - self.now_s, self.unix_zero_s + self.now_s)
             self.now_s = now_s
+
+    def set_calendar(self, unix_s: float) -> None:
+        """Say what time it is now, in Unix seconds; what was spent in another month does not count any more."""
+        month = month_bounds(self.unix_zero_s + self.now_s)
+        self.unix_zero_s = unix_s - self.now_s
+        if not month[0] <= unix_s < month[1]:
+            self.tenants.spent_gpu_s[:] = 0.0
 
     def submit(self, jobs: Iterable[Job], known_s: Iterable[float] = ()) -> list[int]:
         """Queue jobs, all or none: raise UsageError if one can never run."""
@@ -422,7 +432,8 @@ class ClusterSnapshot:
             | ({"limits": self.nodes.limits(pool)} if self.nodes.counted else {})
             for number, pool in enumerate(self.nodes.pools)
         ]  # fmt: skip
-        values = {"format": 1, "now_s": self.now_s, "pools": pools, "tenants": tenants, "jobs": jobs}
+        calendar = {"unix_zero_s": self.unix_zero_s} if self.unix_zero_s else {}
+        values = {"format": 1, "now_s": self.now_s, **calendar, "pools": pools, "tenants": tenants, "jobs": jobs}
         return json.dumps(values, indent=1)
 
     @classmethod
@@ -455,7 +466,7 @@ class ClusterSnapshot:
             )
             tenants.spent_gpu_s[row] = tenant.get("spent_gpu_s", 0.0)
             tenants.recent[row], tenants.short[row] = tenant["recent"], tenant["short"]
-        snapshot.now_s = values["now_s"]
+        snapshot.now_s, snapshot.unix_zero_s = values["now_s"], values.get("unix_zero_s", 0.0)
         for job in values["jobs"]:
             snapshot._read_job(dict(job))
         snapshot._submitted = int(max((jobs.number[row] for row in jobs.rows.values()), default=-1)) + 1

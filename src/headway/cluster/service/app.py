@@ -17,8 +17,9 @@ from headway.cluster.service.certificates import Authority
 from headway.cluster.service.demand import job_of
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.node_routes import add_node_routes
+from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
-from headway.cluster.service.submitting import own_key, own_request
+from headway.cluster.service.tenant_routes import add_tenant_routes
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
 from headway.cluster.service.visibility import own_explanation, own_node
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
@@ -78,6 +79,7 @@ def make_app(
     _add_cluster_routes(app, service)
     add_node_routes(app, service, authority)
     add_access_routes(app, service, accounts)
+    add_tenant_routes(app, service, accounts)
     return app
 
 

@@ -14,6 +14,7 @@ from queue import Empty, Queue
 from threading import Lock, Thread
 from typing import Any
 
+from headway.cluster.scheduler.months import month_start
 from headway.cluster.scheduler.wait_reasons import explain_wait
 from headway.cluster.service.grants import LiveDecision, decode, encode
 from headway.cluster.service.live_state import LiveState
@@ -44,6 +45,22 @@ class InProcessDecider:
         explanation = explain_wait(snapshot, snapshot.now_s, state.policy, job, state.history)
         return asdict(explanation) | {"sentence": explanation.reason.sentence, "policy": state.policy.name}
 
+    def tenants(self, lines: Lines, now_s: float) -> dict[str, Any]:
+        """Return what tenants hold, wait for and have spent, and the month."""
+        self._follow(lines)
+        snapshot = self.state.snapshot.copy()
+        snapshot.advance(max(now_s, snapshot.now_s))
+        table, month = snapshot.tenants, month_start(snapshot.unix_zero_s + snapshot.now_s)
+        usage = {
+            name: {
+                "gpus": int(table.used[row]),
+                "wanted_gpus": int(table.wanted[row]),
+                "spent_gpu_h": float(table.spent_gpu_s[row]) / 3600,
+            }
+            for name, row in table.rows.items()
+        }
+        return {"month": month.strftime("%Y-%m"), "usage": usage}
+
     def _follow(self, lines: Lines) -> None:
         for line in lines[self.seen :]:
             self.state.apply(line)
@@ -69,6 +86,11 @@ class DeciderProcess:
     def why(self, lines: Lines, now_s: float, job: str) -> dict[str, Any]:
         """See InProcessDecider."""
         answer: dict[str, Any] = self._ask(lines, {"why": job, "at": now_s})["why"]
+        return answer
+
+    def tenants(self, lines: Lines, now_s: float) -> dict[str, Any]:
+        """See InProcessDecider."""
+        answer: dict[str, Any] = self._ask(lines, {"tenants": now_s})["tenants"]
         return answer
 
     def _ask(self, lines: Lines, question: dict[str, Any]) -> dict[str, Any]:
@@ -140,6 +162,8 @@ def main() -> None:
         try:
             if "why" in question:
                 answer: dict[str, Any] = {"why": decider.why(lines, question["at"], question["why"])}
+            elif "tenants" in question:
+                answer = {"tenants": decider.tenants(lines, question["tenants"])}
             else:
                 decisions = decider.decide(lines, question["decide"])
                 answer = {"decisions": [encode(decision) for decision in decisions]}

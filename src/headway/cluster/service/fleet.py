@@ -42,7 +42,7 @@ class JobControl(Protocol):
         """Unix seconds."""
         ...
 
-    def note_change(self) -> None:
+    def nodes_changed(self) -> None:
         """Have nodes and the scheduler look again."""
         ...
 
@@ -83,7 +83,7 @@ class Fleet:
             transaction.execute(update(node_conditions).where(where).values(cordoned=cordoned))
             if cordoned:  # a node that is not cordoned any more is healthy once it has reported
                 self.set_state(transaction, name, "draining")
-        self._control.note_change()
+        self._control.nodes_changed()
         return True
 
     def drain(self, name: str) -> list[str]:
@@ -94,7 +94,7 @@ class Fleet:
             for row in rows:
                 if row.state in ("starting", "running"):
                     self._control.stop_job(transaction, row, "drain")
-        self._control.note_change()
+        self._control.nodes_changed()
         return [row.id for row in rows]
 
     def schedule_maintenance(self, name: str, begins: float, ends: float) -> None:
@@ -110,14 +110,14 @@ class Fleet:
             self._remove_window(transaction, name)
             transaction.execute(insert(maintenance).values(node=name, begins=begins, ends=ends))
             self._record_windows(transaction)
-        self._control.note_change()
+        self._control.nodes_changed()
 
     def cancel_maintenance(self, name: str) -> bool:
         """Forget the maintenance of a node; False if there is none."""
         with self._store.write() as transaction:
             self._check_name(transaction, name)
             done = self._remove_window(transaction, name)
-        self._control.note_change()
+        self._control.nodes_changed()
         return done
 
     # -- by silence and time

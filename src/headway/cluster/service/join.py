@@ -104,7 +104,7 @@ def remove_node(plane: ControlPlane, store: ServiceStore, name: str) -> None:
         for column in (nodes.c.name, node_conditions.c.name, maintenance.c.node):
             transaction.execute(delete(column.table).where(column == name))
         plane.record_nodes(transaction)
-    plane.note_change()
+    plane.nodes_changed()
 
 
 def _use_token(transaction: Transaction, asked: JoinRequest, key: str, now: float) -> None:

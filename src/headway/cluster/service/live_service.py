@@ -70,6 +70,10 @@ class LiveService:
             return job | {"why": self._decider.why(self.plane.lines[:], self.plane.now_s, job["id"])}
         return job | {"why": None}
 
+    def tenant_usage(self) -> dict[str, Any]:
+        """What tenants hold, wait for and have spent this month."""
+        return self._decider.tenants(self.plane.lines[:], self.plane.now_s)
+
     def _run_cycles(self) -> None:
         outdated = False
         while not self.stopping.is_set():

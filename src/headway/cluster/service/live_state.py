@@ -3,6 +3,7 @@
 Each line is one JSON object with the time `at` and one of these keys:
 
     cluster      nodes, tenants and policy; again whenever these change
+    calendar     Unix seconds, once per start of the service: its clock stands still while none runs
     job          a job was submitted
     running      the nodes of a starting job have confirmed that it runs
     stopping     a user had a running job stopped
@@ -79,6 +80,8 @@ class LiveState:
             self._set_maintenance(line["maintenance"], line["away_s"], line["back_s"])
         elif "node" in line:
             snapshot.nodes.state[snapshot.nodes.rows[line["node"]]] = STATES.index(line["state"])
+        elif "calendar" in line:  # it never goes back: months that are over stay over
+            snapshot.set_calendar(max(float(line["calendar"]), snapshot.unix_zero_s + snapshot.now_s))
         else:
             self._set_cluster(line["cluster"])
 

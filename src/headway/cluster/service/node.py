@@ -92,7 +92,7 @@ class ClusterNode:
             self._refused[order.key] = RankResult(lost=True)
         elif order.secrets is None:
             names = ", ".join(order.request["secrets"])  # type: ignore[arg-type]
-            why = f"the service restarted, and the values of {names} are gone: submit the job again"
+            why = f"the service cannot read the values of {names} any more: submit the job again"
             self._refused[order.key] = RankResult(error=why)
         else:
             try:

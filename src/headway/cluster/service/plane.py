@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from secrets import token_bytes
 from typing import Any
 
 from sqlalchemy import Row, delete, func, insert, or_, select, update
@@ -24,8 +25,9 @@ from headway.cluster.service.live_state import decided_line, job_from_json, job_
 from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart, start_key
 from headway.cluster.service.node_state import node_state, unwanted_starts
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks
+from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
 from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
@@ -41,18 +43,19 @@ class ControlPlane:
         store: ServiceStore,
         clock: Callable[[], float] = time.time,
         speed: float = 1.0,
+        secrets: SecretStore | None = None,
         *,
         monotonic: Callable[[], float] = time.monotonic,
         give_up_after_s: float = GIVE_UP_AFTER_S,
     ) -> None:
         """`clock` returns Unix seconds, `monotonic` seconds that never jump, by which nodes are silent; the scheduler's
-        time passes `speed` times as fast, for emulated clusters."""
+        time passes `speed` times as fast, for emulated clusters. Without `secrets` those of jobs can be read by this
+        plane only."""
         self._store, self._clock, self._speed = store, clock, speed
         self._began = clock()
         self._offset = float(store.lines[-1]["at"]) if store.lines else 0.0
         self._cluster: EmptyCluster | None = None
-        self.secrets: dict[str, dict[str, str]] = {}
-        """Values of secret variables by job: in memory only."""
+        self.secrets = secrets or SecretStore(token_bytes(KEY_BYTES))
         self.fleet = Fleet(store, self, speed=speed, give_up_after_s=give_up_after_s, monotonic=monotonic)
         """The nodes, for operators."""
         self.changes, self.changed = 0, threading.Event()
@@ -69,8 +72,11 @@ class ControlPlane:
         """Unix seconds."""
         return self._clock()
 
-    def note_change(self) -> None:
-        """Have nodes and the scheduler look again."""
+    def nodes_changed(self) -> None:
+        """Have nodes and the scheduler look again: what is wanted of them has changed."""
+        self._note_change()
+
+    def _note_change(self) -> None:
         self.changes += 1
         self.changed.set()
 
@@ -111,40 +117,57 @@ class ControlPlane:
                     unchanged.append(spec["name"])
                     continue
                 known[spec["name"]] = dict(spec)
-            used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
-            gone = used - {tenant["name"] for tenant in tenants}
-            if gone:
-                raise UsageError(
-                    f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
-                )
             values = {"nodes": list(known.values()), "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
-            cluster = EmptyCluster(values, whole=known.keys() == {spec["name"] for spec in specs})
-            before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
-            if cluster.values != before:
-                transaction.add_lines([{"at": self.now_s, "cluster": values}])
+            if self._cluster is None:
+                transaction.add_lines([{"at": self.now_s, "calendar": self._clock()}])
+            cluster = self._record_cluster(transaction, values, whole=known.keys() == {spec["name"] for spec in specs})
         self._cluster = cluster
         with self._store.read() as connection:
             elsewhere = select(node_conditions.c.name).where(node_conditions.c.fingerprint.is_not(None))
             self.fleet.silence.hear(*(spec["name"] for spec in specs), *connection.execute(elsewhere).scalars())
-        self.note_change()
+        self._note_change()
         return unchanged
 
     def record_nodes(self, transaction: Transaction) -> None:
         """Record that nodes have joined or are gone."""
         specs = transaction.execute(select(nodes.c.spec).order_by(nodes.c.name)).scalars()
-        cluster = EmptyCluster(self.cluster.values | {"nodes": [json.loads(spec) for spec in specs]}, whole=False)
-        transaction.add_lines([{"at": self.now_s, "cluster": cluster.values}])
-        self._cluster = cluster
+        values = self.cluster.values | {"nodes": [json.loads(spec) for spec in specs]}
+        self._cluster = self._record_cluster(transaction, values, whole=False)
 
     def node_joined(self, name: str) -> None:
         """Expect reports of a node."""
         self.fleet.silence.hear(name)
-        self.note_change()
+        self._note_change()
 
     def check_tenant(self, name: str | None) -> None:
         """Raise UsageError for a tenant that there is not."""
         if name is not None and name not in self.cluster.tenants:
             raise UsageError(f"unknown tenant '{name}'", hint=f"known tenants: {', '.join(self.cluster.tenants)}")
+
+    def change_tenants(self, change: Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]) -> None:
+        """Replace the tenants by what `change` makes of them; their running jobs go on."""
+        with self._store.write() as transaction:
+            before = self.cluster.values
+            cluster = self._record_cluster(transaction, before | {"tenants": list(change(before["tenants"]))})
+        self._cluster = cluster
+        self._note_change()
+
+    def _record_cluster(
+        self, transaction: Transaction, values: Mapping[str, Any], *, whole: bool = True
+    ) -> EmptyCluster:
+        """Record nodes, tenants and policy if they have changed; UsageError if they do not fit together."""
+        used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
+        gone = used - {tenant["name"] for tenant in values["tenants"]}
+        if gone:
+            raise UsageError(
+                f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
+            )
+        cluster = EmptyCluster(values, whole=whole)
+        transaction.execute(delete(tenant_secrets).where(tenant_secrets.c.tenant.not_in(cluster.tenants)))
+        before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
+        if cluster.values != before:
+            transaction.add_lines([{"at": self.now_s, "cluster": cluster.values}])
+        return cluster
 
     @staticmethod
     def _change_node(transaction: Transaction, spec: Mapping[str, Any]) -> bool:
@@ -187,10 +210,28 @@ class ControlPlane:
                     }
                 )
             transaction.execute(insert(jobs), rows)
-            if request.secrets:  # before the commit: a job that is seen has them
-                self.secrets |= {name: dict(secrets or {}) for name in names}
-        self.note_change()
+            self._keep_secrets(transaction, request, names, job.tenant, secrets or {})
+        self._note_change()
         return str(number)
+
+    def _keep_secrets(
+        self,
+        transaction: Transaction,
+        request: LaunchRequest,
+        names: Sequence[str],
+        tenant: str,
+        values: Mapping[str, str],
+    ) -> None:
+        """Keep the secrets that came with a submission; UsageError if one is missing."""
+        missing = missing_secrets(transaction, tenant, request.secrets, values)
+        if missing:
+            raise UsageError(
+                f"job {request.name} needs the secret {missing[0]}, which tenant {tenant} does not have",
+                hint=f"headway secrets set {missing[0]}, or export {missing[0]} where you submit",
+            )
+        self.secrets.keep(
+            transaction, names, tenant, {name: values[name] for name in request.secrets if name in values}
+        )
 
     def cancel(self, name: str) -> None:
         """End a job or the tasks of an array: those that run are told to stop."""
@@ -203,10 +244,10 @@ class ControlPlane:
                 elif row.state == "waiting":
                     values = {"state": "cancelled", "reason": CANCELLED, "ended": self._clock()}
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(values))
-                    self.secrets.pop(row.id, None)
+                    drop_job_secrets(transaction, row.id)
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "exited": row.id}])
-        self.note_change()
+        self._note_change()
 
     def hold(self, name: str, held: bool = True) -> bool:
         """Keep waiting jobs from starting, or release them; False if there is nothing to do."""
@@ -218,7 +259,7 @@ class ControlPlane:
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(held=held))
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "hold" if held else "unhold": row.id}])
-        self.note_change()
+        self._note_change()
         return done
 
     def signal(self, name: str, number: int) -> None:
@@ -233,7 +274,7 @@ class ControlPlane:
                 for rank in transaction.execute(select(ranks).where(where)).all():
                     sent = json.dumps([*json.loads(rank.signals), int(signal.Signals(number))])
                     transaction.execute(update(ranks).where(where & (ranks.c.rank == rank.rank)).values(signals=sent))
-        self.note_change()
+        self._note_change()
 
     def _rows(self, transaction: Transaction, name: str) -> list[Row[Any]]:
         """The job of an id, or the tasks of an array."""
@@ -255,7 +296,7 @@ class ControlPlane:
 
     def finish_job(self, transaction: Transaction, name: str) -> None:
         """See JobControl."""
-        finish_if_exited(transaction, name, self.now_s, self._clock(), self.secrets)
+        finish_if_exited(transaction, name, self.now_s, self._clock())
 
     # -- what nodes report
 
@@ -283,12 +324,25 @@ class ControlPlane:
                 for start in _news(report, rows):
                     self._take_report(transaction, rows[start.key], start.state, start.result)
                 rows = _by_key(transaction.execute(_wanted(report.node)).all())
-            self.note_change()
+            self._note_change()
         if unwanted_starts(report, rows):  # they are killed first
             begun = {start.key for start in report.starts}
             rows = {key: row for key, row in rows.items() if key in begun}
-        starts = tuple(self._wanted_start(row) for row in rows.values())
+        values = self._secret_values(list(rows.values()))
+        starts = tuple(_wanted_start(row, values) for row in rows.values())
         return NodeOrders(self._store.epoch, self._store.cluster, starts, self.fleet.give_up_after_s)
+
+    def _secret_values(self, rows: Sequence[Row[Any]]) -> dict[str, dict[str, str] | None]:
+        """The values of the jobs that a node is to start, by id; None if they cannot be read."""
+        names = {row.job: json.loads(row.request)["secrets"] for row in rows if _is_fresh(row)}
+        if not any(names.values()):
+            return {}
+        with self._store.read() as connection:
+            return {
+                row.job: self.secrets.values(connection, row.job, row.tenant, names[row.job])
+                for row in rows
+                if names.get(row.job)
+            }
 
     def _take_report(self, transaction: Transaction, row: Row[Any], state: str, result: RankResult | None) -> None:
         mine = (ranks.c.job == row.job) & (ranks.c.start == row.start)
@@ -313,25 +367,6 @@ class ControlPlane:
                 if job.state in ("starting", "running"):  # the others would wait for it for ever
                     self._tell_to_stop(transaction, job, "broken", record=True)
             self.finish_job(transaction, row.job)
-
-    def _wanted_start(self, row: Row[Any]) -> WantedStart:
-        fresh = row.state == "issued" and row.job_state != "ending"
-        request = json.loads(row.request)
-        values: dict[str, str] | None = {}
-        if fresh and request["secrets"]:
-            values = self.secrets.get(row.job)
-        return WantedStart(
-            start_key(row.job, row.start, row.rank),
-            "end" if row.job_state == "ending" else "run",
-            tuple(json.loads(row.gpus)),
-            row.rank,
-            tuple(json.loads(row.machines)),
-            row.start,
-            int(row.job.rpartition("_")[2]) if row.array else None,
-            request if fresh else {},
-            tuple(json.loads(row.signals)),
-            values,
-        )
 
     # -- steps of a cycle
 
@@ -380,7 +415,7 @@ class ControlPlane:
                 for decision in acted:
                     if decision.kind == "start":
                         self._grant(transaction, decision)
-        self.note_change()
+        self._note_change()
         return True
 
     def _grant(self, transaction: Transaction, decision: LiveDecision) -> None:
@@ -417,8 +452,28 @@ class ControlPlane:
         with self._store.write() as transaction:
             mine = ranks.c.job.in_(ready) & (ranks.c.state == "granted")
             transaction.execute(update(ranks).where(mine).values(state="issued"))
-        self.note_change()
+        self._note_change()
         return len(ready)
+
+
+def _is_fresh(row: Row[Any]) -> bool:
+    """Whether a node is still to begin a start."""
+    return bool(row.state == "issued" and row.job_state != "ending")
+
+
+def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -> WantedStart:
+    return WantedStart(
+        start_key(row.job, row.start, row.rank),
+        "end" if row.job_state == "ending" else "run",
+        tuple(json.loads(row.gpus)),
+        row.rank,
+        tuple(json.loads(row.machines)),
+        row.start,
+        int(row.job.rpartition("_")[2]) if row.array else None,
+        json.loads(row.request) if _is_fresh(row) else {},
+        tuple(json.loads(row.signals)),
+        secrets.get(row.job, {}),
+    )
 
 
 def _starting_reason(decision: LiveDecision) -> str:
@@ -455,7 +510,7 @@ def _order(state: str) -> int:
 
 def _wanted(node: str) -> Any:
     """Query the starts that a node should know."""
-    columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.state.label("job_state"))
+    columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.tenant, jobs.c.state.label("job_state"))
     where = (ranks.c.node == node) & ranks.c.state.in_(("issued", "running"))
     return select(*columns).join(jobs, jobs.c.id == ranks.c.job).where(where)
 
