@@ -70,6 +70,8 @@ VERBS: dict[str, dict[str, str]] = {
         "cancel": "Save and cancel a submitted run or sweep",
         "requeue": "Restart a submitted run, or a sweep's failed runs",
         "nodes": "List an engine's machines and what is free",
+        "node": "Make this machine a node of a service",
+        "drain": "Empty a node of the service, now or at a time",
         "agent": "Run the agent of one node, or have a node leave",
     },
     "Simulate and explain scheduling": {

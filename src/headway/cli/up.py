@@ -21,7 +21,7 @@ from headway.track.runs import create_private_folder
 
 if TYPE_CHECKING:
     from headway.cluster.service.accounts import Accounts
-    from headway.cluster.service.certificates import ServerTls
+    from headway.cluster.service.certificates import Authority, ServerTls
 
 NEEDED = ("fastapi", "sqlalchemy", "uvicorn")
 _ANY = ("0.0.0.0", "::")
@@ -50,6 +50,15 @@ def up(
     emulate: Annotated[
         str | None, typer.Option("--emulate", metavar="NODESxGPUS", help="Nodes with fake GPUs on this machine.")
     ] = None,
+    no_local_node: Annotated[
+        bool, typer.Option("--no-local-node", help="Run no jobs on this machine; others join as nodes.")
+    ] = False,
+    give_up_after: Annotated[
+        float,
+        typer.Option(
+            "--give-up-after", min=60.0, metavar="SECONDS", help="Restart the jobs of a silent node elsewhere then."
+        ),
+    ] = 600.0,
     speed: Annotated[
         float, typer.Option("--speed", min=1.0, help="How much faster the scheduler's clock runs, with --emulate.")
     ] = 1.0,
@@ -71,6 +80,8 @@ def up(
     if missing:
         raise UsageError(f"headway up needs {missing[0]}", hint="pip install 'headway[control]'")
     _check_options(emulate, speed, demo)
+    if no_local_node and (emulate or demo or gpus is not None or cpus is not None):
+        raise UsageError("--no-local-node has no GPUs, CPUs or emulated nodes", hint="leave those options out")
     if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key belong together", hint="give both, or none")
     from headway.cluster.scheduler.policies import POLICIES
@@ -86,23 +97,37 @@ def up(
     folder = service_folder(root)
     folder.mkdir(mode=0o700, exist_ok=True)
     emulate, speed = (DEMO_SHAPE, DEMO_SPEED) if demo else (emulate, speed)
-    nodes = [this_machine(gpus, cpus)] if emulate is None else emulated_nodes(emulate, cpus)
+    nodes = [] if no_local_node else [this_machine(gpus, cpus)] if emulate is None else emulated_nodes(emulate, cpus)
     tenants = DEMO_TENANTS if demo else tenants_of(cluster)
-    secure = None
+    secure = authority = None
     if tls or tls_cert or not _is_loopback(host):
-        secure = _server_tls(folder / "tls", host, tls_cert, tls_key)
-    _serve(root, folder, (host, port), secure, nodes, tenants, policy, database, speed, demo, json)
+        secure, authority = _server_tls(folder / "tls", host, tls_cert, tls_key)
+    _serve(
+        root,
+        folder,
+        (host, port),
+        secure,
+        authority,
+        nodes,
+        tenants,
+        policy,
+        database,
+        speed,
+        give_up_after,
+        demo,
+        json,
+    )
 
 
-def _server_tls(folder: Path, host: str, certificate: Path | None, key: Path | None) -> "ServerTls":
-    """Return the certificate to listen with: the given one, or one of the service's own authority."""
+def _server_tls(folder: Path, host: str, certificate: Path | None, key: Path | None) -> tuple["ServerTls", "Authority"]:
+    """Return the certificate to listen with, the given one or one of the service's own, and its authority."""
     from headway.cluster.service.certificates import Authority, server_tls
 
     authority = Authority(folder)
     if certificate is not None and key is not None:
-        return server_tls(certificate, key, authority.file)
+        return server_tls(certificate, key, authority.file), authority
     names = ["localhost", "127.0.0.1", socket.gethostname(), *([] if host in _ANY else [host])]
-    return authority.server(folder, list(dict.fromkeys(names)))
+    return authority.server(folder, list(dict.fromkeys(names))), authority
 
 
 def _check_options(emulate: str | None, speed: float, demo: bool) -> None:
@@ -117,11 +142,13 @@ def _serve(
     folder: Path,
     address: tuple[str, int],
     tls: "ServerTls | None",
+    authority: "Authority | None",
     nodes: list[dict[str, Any]],
     listed: list[dict[str, Any]] | None,
     policy: str,
     database: str | None,
     speed: float,
+    give_up_after: float,
     demo: bool,
     json: bool,
 ) -> None:
@@ -151,14 +178,14 @@ def _serve(
         os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
         store = ServiceStore(engine, points)
         tenants = starting_tenants(store, listed)
-        plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)))
+        plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)), give_up_after_s=give_up_after)
         for name in plane.set_cluster(nodes, tenants, policy):
             print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
         log = partial(print, file=sys.stderr, flush=True)
         service = LiveService(store, plane, log, history=folder / "history")
         accounts = Accounts(store, time.time)
         token = _first_token(accounts, folder / TOKEN)
-        app = make_app(service, token, _token(folder / NODE_TOKEN), host, accounts=accounts)
+        app = make_app(service, token, _token(folder / NODE_TOKEN), host, accounts=accounts, authority=authority)
 
         def listening() -> None:
             publish_address(folder, url, fingerprint)

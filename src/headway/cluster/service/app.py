@@ -1,25 +1,23 @@
 """The HTTP API of the service: each route checks its input and calls one function of the control plane."""
 
-import asyncio
 import time
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Query, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import to_jsonable_python
 
 from headway import __version__
 from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.access_guard import AccessGuard, GuardSettings
 from headway.cluster.service.access_routes import Caller, ErrorAnswer, add_access_routes
 from headway.cluster.service.accounts import Accounts
+from headway.cluster.service.certificates import Authority
 from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
-from headway.cluster.service.messages import REPORT
 from headway.cluster.service.new_jobs import NewJob
+from headway.cluster.service.node_routes import add_node_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
 from headway.cluster.service.tenant_routes import add_tenant_routes
@@ -31,8 +29,6 @@ MOST_AT_ONCE = 100
 """Submissions of one batch."""
 MOST_LINES = 10_000
 """Of the record, in one answer."""
-POLL_S = 0.02
-LONGEST_WAIT_S = 10.0
 JobName = Annotated[str, Path(min_length=1, max_length=200, description="Id, array, or name of the newest such job.")]
 ERRORS = {
     400: "What was asked for cannot be: the sentence says why.",
@@ -83,16 +79,6 @@ class SignalRequest(BaseModel):
     number: Annotated[int, Field(ge=1, le=64)]
 
 
-class NodeSync(BaseModel):
-    """A node's report."""
-
-    model_config = ConfigDict(extra="forbid")
-    report: dict[str, Any]
-    version: int | None = None
-    """The version of its last orders: if they are still the same, the answer may wait."""
-    wait_s: Annotated[float, Field(ge=0, le=LONGEST_WAIT_S)] = 0.0
-
-
 def make_app(
     service: LiveService,
     user_token: str,
@@ -101,6 +87,7 @@ def make_app(
     *,
     accounts: Accounts | None = None,
     guard: GuardSettings | None = None,
+    authority: Authority | None = None,
 ) -> FastAPI:
     """The application of a service; `user_token` acts for the first admin."""
     accounts = accounts or Accounts(service.store, time.time)
@@ -114,6 +101,7 @@ def make_app(
     app.add_exception_handler(ValidationError, _invalid)
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
+    add_node_routes(app, service, authority)
     add_access_routes(app, service, accounts)
     add_tenant_routes(app, service, accounts)
     return app
@@ -226,18 +214,6 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
         with store.read() as connection:
             happened = own_events(connection, after, lines, tenants)
             return {"after": after + len(lines), "events": name_jobs(connection, happened)}
-
-    @app.post("/api/v1/sync")
-    async def sync(body: NodeSync, request: Request) -> Any:
-        report = REPORT.validate_python(body.report)
-        waited = 0.0
-        while body.version == plane.changes and waited < body.wait_s and not service.stopping.is_set():
-            await asyncio.sleep(POLL_S)
-            waited += POLL_S
-        del request
-        version = plane.changes
-        orders = await run_in_threadpool(plane.sync, report)
-        return {"version": version, "orders": to_jsonable_python(orders)}
 
 
 def _headway_error(_: Request, error: Exception) -> JSONResponse:

@@ -51,6 +51,14 @@ class ServiceConnection:
         """The answer to a request. It must be one that may be repeated: a broken connection repeats it once."""
         return self._exchange("POST", path, json.dumps(body or {}).encode())
 
+    def put(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The answer to a request that sets something."""
+        return self._exchange("PUT", path, json.dumps(body).encode())
+
+    def delete(self, path: str) -> Any:
+        """The answer to a request that removes something."""
+        return self._exchange("DELETE", path, None)
+
     def _exchange(self, method: str, path: str, body: bytes | None) -> Any:
         for last in (False, True):
             fresh = self._connection is None
@@ -165,6 +173,11 @@ def connect(runs: Path, timeout_s: float = TIMEOUT_S) -> ServiceConnection:
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"cannot read {folder}: {error}") from None
     return ServiceConnection(url, token, timeout_s, fingerprint=fingerprint)
+
+
+def node_path(node: str, *verb: str) -> str:
+    """The path of a node."""
+    return "/".join(["/api/v1/nodes", quote(node, safe=""), *verb])
 
 
 def job_path(job: str, *verb: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from headway.cluster.engines.engine import LaunchRequest, did_you_mean
 from headway.cluster.scheduler.jobs import KINDS, Job
+from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.service.live_state import LiveState
 from headway.errors import UsageError
 
@@ -95,14 +96,28 @@ def _number(request: LaunchRequest, key: str, default: float) -> float:
 class EmptyCluster:
     """Nodes, tenants and policy of a cluster without jobs; UsageError if they do not fit together."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], *, whole: bool = True) -> None:
+        """Guarantees must fit into the `whole` cluster; one to which nodes may still come need not hold them."""
         self.values: dict[str, Any] = json.loads(json.dumps(values))
         self.tenants = [tenant["name"] for tenant in values["tenants"]]
         state = LiveState()
         state.apply({"at": 0.0, "cluster": self.values})
         self._empty = state.snapshot
-        self._empty.tenants.check_guarantees(self._empty.gpus)
+        if whole:
+            self._empty.tenants.check_guarantees(self._empty.gpus)
+        self._usable: dict[str, ClusterSnapshot] = {}
+        """The cluster as tenants see it whose jobs some nodes refuse."""
 
     def check_job(self, job: Job) -> None:
         """Raise UsageError, with the nearest that could run as its hint, for a job that can never run here."""
-        self._empty.check_job(job)
+        self._usable_by(job.tenant).check_job(job)
+
+    def _usable_by(self, tenant: str) -> ClusterSnapshot:
+        nodes = [node for node in self.values["nodes"] if node.get("tenant", tenant) == tenant]
+        if len(nodes) == len(self.values["nodes"]) or tenant not in self.tenants:
+            return self._empty
+        if tenant not in self._usable:
+            state = LiveState()
+            state.apply({"at": 0.0, "cluster": self.values | {"nodes": nodes}})
+            self._usable[tenant] = state.snapshot
+        return self._usable[tenant]

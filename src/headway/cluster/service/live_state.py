@@ -28,7 +28,7 @@ import numpy as np
 
 from headway.cluster.scheduler.decide import decide
 from headway.cluster.scheduler.history import JobHistory
-from headway.cluster.scheduler.jobs import Job, job_from_json
+from headway.cluster.scheduler.jobs import ANY_POOL, Job, job_from_json
 from headway.cluster.scheduler.nodes import STATES
 from headway.cluster.scheduler.policies import POLICIES
 from headway.cluster.scheduler.policy import Policy
@@ -54,6 +54,8 @@ class LiveState:
     snapshot: ClusterSnapshot = field(default_factory=ClusterSnapshot)
     holdings: Holdings = field(default_factory=Holdings)
     history: JobHistory = field(default_factory=JobHistory)
+    pool_tenants: tuple[str | None, ...] = ()
+    """The only tenant whose jobs the nodes of each pool run; None: all."""
     policy: Policy = POLICIES["headway"]
 
     def to_json(self) -> str:
@@ -63,6 +65,7 @@ class LiveState:
             "policy": self.policy.name,
             "ids": self.holdings.ids,
             "grants": self.holdings.grants,
+            "pool_tenants": self.pool_tenants,
             "history": self.history.to_json(),
         }
         return json.dumps(values)[:-1] + f', "snapshot": {self.snapshot.to_json(None)}}}'
@@ -78,7 +81,13 @@ class LiveState:
             {job: tuple((node, tuple(ids)) for node, ids in grant) for job, grant in values["grants"].items()},
         )
         snapshot = ClusterSnapshot.from_values(values["snapshot"])
-        return cls(snapshot, holdings, JobHistory.from_json(values["history"]), POLICIES[values["policy"]])
+        return cls(
+            snapshot,
+            holdings,
+            JobHistory.from_json(values["history"]),
+            policy=POLICIES[values["policy"]],
+            pool_tenants=tuple(values["pool_tenants"]),
+        )
 
     def apply_all(self, lines: Iterable[Line]) -> None:
         """Update the state by lines of the record; jobs that were submitted together are added together."""
@@ -91,8 +100,8 @@ class LiveState:
 
     def _submitted(self, at: float, submitted: list[Job]) -> None:
         self.snapshot.advance(max(at, self.snapshot.now_s))
-        self.snapshot.submit(submitted)
-        for job in submitted:
+        for row, job in zip(self.snapshot.submit(submitted), submitted, strict=True):
+            self.snapshot.jobs.pools[row] = self._pools_of(job.tenant)
             self.history.submitted(job)
 
     def apply(self, line: Line) -> None:
@@ -156,6 +165,12 @@ class LiveState:
             self.history.departed(name)
         snapshot.end(row)
 
+    def _pools_of(self, tenant: str) -> int:
+        """The pools that a tenant's jobs may use, as bits."""
+        if set(self.pool_tenants) <= {None}:
+            return ANY_POOL
+        return sum(1 << number for number, only in enumerate(self.pool_tenants) if only in (None, tenant))
+
     def _set_maintenance(self, name: str, away_s: float | None, back_s: float | None) -> None:
         nodes = self.snapshot.nodes
         if name in nodes.rows:
@@ -167,7 +182,7 @@ class LiveState:
     def _set_cluster(self, cluster: Line) -> None:
         """Build the cluster, or change it under the jobs that it has."""
         self.policy = POLICIES[cluster["policy"]]
-        values = json.loads(self.snapshot.to_json())
+        values = json.loads(self.snapshot.to_json(None))
         pools, place_of = _pools(cluster["nodes"])
         names_of = {number: pool["nodes"] for number, pool in enumerate(values["pools"])}
         for pool in pools:
@@ -176,7 +191,9 @@ class LiveState:
             }
             pool["away"] = [window for old in values["pools"] for window in old["away"] if window[0] in pool["nodes"]]
             pool["state"] = [before.get(name, "draining") for name in pool["nodes"]]
+        self.pool_tenants = tuple(pool.pop("tenant") for pool in pools)
         for job in values["jobs"]:
+            job["pools"] = self._pools_of(job["tenant"])
             for key in ("place", "kept"):
                 if key in job:
                     moved = [place_of[names_of[job[key]["pool"]][node]] for node in job[key]["nodes"]]
@@ -190,18 +207,18 @@ class LiveState:
             | {"budget_gpu_s": 3600 * tenant["budget_gpu_h"] if tenant.get("budget_gpu_h") else "inf"}
             for tenant in cluster["tenants"]
         ]
-        self.snapshot = ClusterSnapshot.from_json(json.dumps(values | {"pools": pools}))
+        self.snapshot = ClusterSnapshot.from_values(values | {"pools": pools})
         self.holdings.ids = {node["name"]: tuple(node["gpus"]) for node in cluster["nodes"]}
 
 
 def _pools(nodes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, tuple[int, int]]]:
-    """Return pools of nodes of one chip and size, and where each node is: pool and number."""
-    pools: dict[tuple[str, int], dict[str, Any]] = {}
+    """Return pools of nodes of one chip, size and tenant if it has one only, and where each is: pool and number."""
+    pools: dict[tuple[str, int, str | None], dict[str, Any]] = {}
     places = {}
     for node in nodes:
-        key = node["chip"], len(node["gpus"])
-        empty: dict[str, Any] = {"chip": key[0], "size": key[1], "nodes": [], "domains": {}, "limits": []}
-        pool = pools.setdefault(key, empty)
+        key = node["chip"], len(node["gpus"]), node.get("tenant")
+        empty: dict[str, Any] = {"nodes": [], "domains": {}, "limits": []}
+        pool = pools.setdefault(key, {"chip": key[0], "size": key[1], "tenant": key[2], **empty})
         places[node["name"]] = list(pools).index(key), len(pool["nodes"])
         pool["nodes"].append(node["name"])
         pool["limits"].append([node["name"], node["cpus"], node["memory_bytes"]])

@@ -12,6 +12,9 @@ from pydantic import TypeAdapter
 
 from headway.cluster.service.outcome import RankResult
 
+PROTOCOL = 1
+"""Version of what is said here: nodes and service must agree."""
+
 
 @dataclass(frozen=True)
 class StartReport:

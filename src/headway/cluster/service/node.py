@@ -48,12 +48,14 @@ class ClusterNode:
         self.name, self._starts = name, starts
         self._refused: dict[str, RankResult] = {}
         """Starts that will never begin here, until the service has heard of it."""
+        self.problems: tuple[str, ...] = ()
+        """Why it should get no jobs."""
 
     def report(self) -> NodeReport:
         """Everything that runs here or has exited."""
         known = self._starts.report()
         refused = [StartReport(key, "exited", result) for key, result in self._refused.items()]
-        return NodeReport(self.name, (*known, *refused))
+        return NodeReport(self.name, (*known, *refused), self.problems)
 
     def obey(self, orders: NodeOrders, age_s: float = 0.0) -> bool:
         """Carry out orders; False if they come from a service that is not the newest. `age_s` is the time since the
