@@ -14,6 +14,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import psutil
+from sqlalchemy import event
+
 from headway.cluster.engines.engine import LaunchRequest
 from headway.cluster.service.cycle import run_cycle
 from headway.cluster.service.decider import DeciderProcess
@@ -76,13 +79,26 @@ class Cluster:
     """A control plane with nodes that the benchmark plays."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
-        self.store = ServiceStore(open_database(sqlite_url(folder / "control.db")))
+        self.engine, self.durable = open_database(sqlite_url(folder / "control.db")), False
+
+        @event.listens_for(self.engine, "connect")
+        def prepare(connection: Any, _: Any) -> None:
+            if not self.durable:  # only while the cluster is filled
+                connection.execute("PRAGMA synchronous = OFF").close()
+
+        self.engine.dispose()
+        self.store = ServiceStore(self.engine)
         self.plane, self.decider = ControlPlane(self.store), DeciderProcess()
         self.specs = node_specs(nodes)
         tenants = [{"name": name, "guarantee": nodes * GPUS // len(TENANTS)} for name in TENANTS]
         self.plane.set_cluster(self.specs, tenants, "headway")
         for spec in self.specs:
             self.plane.sync(NodeReport(spec["name"]))
+
+    def filled(self) -> None:
+        """From now on, every commit reaches the disk."""
+        self.durable = True
+        self.engine.dispose()
 
     def answer(self) -> int:
         """Have every node confirm what it was asked to start; return how many jobs run."""
@@ -109,6 +125,12 @@ class Cluster:
             report = StartReport(start_key(job, start, rank), "exited", RankResult(0))
             self.plane.sync(NodeReport(node, (report,)))
 
+    def cpu_s(self) -> float:
+        """CPU time of this process and of the one that decides."""
+        process = self.decider._process
+        times = psutil.Process(process.pid).cpu_times() if process is not None else None
+        return time.process_time() + (0.0 if times is None else times.user + times.system)
+
     def close(self) -> None:
         """End the decider and the database."""
         self.decider.close()
@@ -130,20 +152,24 @@ def measure_cycles(folder: Path, nodes: int, queued: int, cycles: int) -> dict[s
         running = cluster.answer()
         if not report.started:
             break
-    seconds, started = list[float](), 0
+    cluster.filled()
+    print(f"  {running} jobs run after {time.perf_counter() - began:.0f} s", flush=True)
+    seconds, cpu_s, started = list[float](), list[float](), 0
     for _ in range(cycles):
         cluster.finish(rng, 10)
         plane.submit_all([NewJob(random_job(rng, number + offset)) for offset in range(20)])
         number += 20
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), cluster.cpu_s()
         report = run_cycle(plane, cluster.decider)
         seconds.append(time.perf_counter() - begin)
+        cpu_s.append(cluster.cpu_s() - used)
         started += report.started
         running = cluster.answer()
     with cluster.store.read() as connection:
         waiting = connection.exec_driver_sql("SELECT count(*) FROM jobs WHERE state = 'waiting'").scalar()
     cluster.close()
-    return {"nodes": nodes, "running": running, "queued": waiting, "started": started} | spread(seconds)
+    figures = {"nodes": nodes, "running": running, "queued": waiting, "started": started}
+    return figures | {"cpu": spread(cpu_s)} | spread(seconds)
 
 
 def main() -> None:

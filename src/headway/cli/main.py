@@ -64,6 +64,7 @@ VERBS: dict[str, dict[str, str]] = {
         "jobs": "List submitted jobs and their state",
         "queue": "List the jobs of the service",
         "events": "Print what happened on the service's cluster",
+        "usage": "Print what tenants used in a month, and its price",
         "priority": "Change the priority of a job of the service",
         "hold": "Keep a waiting job of the service from starting",
         "release": "Let a held job of the service start",

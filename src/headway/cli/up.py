@@ -22,8 +22,9 @@ from headway.track.runs import create_private_folder
 if TYPE_CHECKING:
     from headway.cluster.service.accounts import Accounts
     from headway.cluster.service.certificates import Authority, ServerTls
+    from headway.cluster.service.webhooks import Webhook
 
-NEEDED = ("fastapi", "sqlalchemy", "uvicorn")
+NEEDED = ("fastapi", "prometheus_client", "sqlalchemy", "uvicorn")
 _ANY = ("0.0.0.0", "::")
 """Hosts that stand for all addresses of this machine."""
 
@@ -69,6 +70,9 @@ def up(
     database: Annotated[
         str | None, typer.Option("--database", metavar="URL", help="PostgreSQL (default: SQLite beside the runs).")
     ] = None,
+    webhooks: Annotated[
+        Path | None, typer.Option("--webhooks", metavar="FILE", help="TOML with addresses that are told of events.")
+    ] = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
@@ -88,6 +92,7 @@ def up(
     from headway.cluster.service.connection import service_folder
     from headway.cluster.service.demo import DEMO_SHAPE, DEMO_SPEED, DEMO_TENANTS
     from headway.cluster.service.local_cluster import emulated_nodes, tenants_of, this_machine
+    from headway.cluster.service.webhooks import read_webhooks
 
     if policy not in POLICIES:
         raise UsageError(f"unknown policy {policy!r}", hint=f"one of {', '.join(POLICIES)}")
@@ -110,6 +115,7 @@ def up(
         authority,
         nodes,
         tenants,
+        [] if webhooks is None else read_webhooks(webhooks),
         policy,
         database,
         speed,
@@ -145,6 +151,7 @@ def _serve(
     authority: "Authority | None",
     nodes: list[dict[str, Any]],
     listed: list[dict[str, Any]] | None,
+    webhooks: list["Webhook"],
     policy: str,
     database: str | None,
     speed: float,
@@ -182,7 +189,7 @@ def _serve(
         for name in plane.set_cluster(nodes, tenants, policy):
             print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
         log = partial(print, file=sys.stderr, flush=True)
-        service = LiveService(store, plane, log, history=folder / "history")
+        service = LiveService(store, plane, log, history=folder / "history", webhooks=webhooks)
         accounts = Accounts(store, time.time)
         token = _first_token(accounts, folder / TOKEN)
         app = make_app(service, token, _token(folder / NODE_TOKEN), host, accounts=accounts, authority=authority)

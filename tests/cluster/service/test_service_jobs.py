@@ -131,7 +131,7 @@ def test_events_tell_a_job_from_queue_to_end(api: Api) -> None:
         "starts on n1 GPUs 0: 1 GPU is free, and no higher-ranked job waits for them",
         "has priority 2 now",
         "runs",
-        "over",
+        "over: finished",
     ]
     assert {event["name"] for event in answer["events"] if event["job"]} == {"job"}
     assert answer["events"][0]["sentence"] == "the cluster has 2 nodes with 4 GPUs, 1 tenant, policy headway"

@@ -18,17 +18,16 @@ from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.new_jobs import NewJob
 from headway.cluster.service.node_routes import add_node_routes
+from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
 from headway.cluster.service.tenant_routes import add_tenant_routes
-from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, name_jobs, own_events, tenant_jobs
+from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
 from headway.cluster.service.visibility import own_explanation, own_node
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
 
 MOST_AT_ONCE = 100
 """Submissions of one batch."""
-MOST_LINES = 10_000
-"""Of the record, in one answer."""
 JobName = Annotated[str, Path(min_length=1, max_length=200, description="Id, array, or name of the newest such job.")]
 ERRORS = {
     400: "What was asked for cannot be: the sentence says why.",
@@ -101,6 +100,7 @@ def make_app(
     app.add_exception_handler(ValidationError, _invalid)
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
+    add_operation_routes(app, service)
     add_node_routes(app, service, authority)
     add_access_routes(app, service, accounts)
     add_tenant_routes(app, service, accounts)
@@ -201,19 +201,6 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
     @app.get("/api/v1/record")
     def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000) -> Any:
         return plane.lines[max(after, plane.lines.first) :][:limit]
-
-    @app.get("/api/v1/events")
-    def events(
-        caller: Caller,
-        after: Annotated[int, Query(ge=0)] = 0,
-        limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000,
-    ) -> dict[str, Any]:
-        after = max(after, plane.lines.first)
-        lines = plane.lines[after : after + limit]
-        tenants = visible_tenants(caller, plane.cluster.values["tenants"])
-        with store.read() as connection:
-            happened = own_events(connection, after, lines, tenants)
-            return {"after": after + len(lines), "events": name_jobs(connection, happened)}
 
 
 def _headway_error(_: Request, error: Exception) -> JSONResponse:

@@ -55,7 +55,7 @@ def _submitted(line: Mapping[str, Any]) -> str:
 
 def _exited(line: Mapping[str, Any]) -> str:
     if not line.get("again"):
-        return "over"
+        return f"over: {line.get('state', 'cancelled')}"
     return "exited and waits again; " + (
         "its work is saved" if line.get("saved") else "work since its last save is lost"
     )

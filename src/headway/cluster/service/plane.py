@@ -30,7 +30,7 @@ from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.record_lines import RecordLines
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
+from headway.cluster.service.tables import allocations, jobs, node_conditions, nodes, ranks, tenant_secrets
 from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
@@ -443,6 +443,12 @@ class ControlPlane:
         values["reason"] = _starting_reason(decision)
         transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(values))
         transaction.execute(delete(ranks).where(ranks.c.job == decision.job))
+        spec = transaction.execute(select(nodes.c.spec).where(nodes.c.name == decision.grant[0][0])).scalar_one()
+        job = transaction.execute(select(jobs.c.tenant, jobs.c.demand).where(jobs.c.id == decision.job)).one()
+        held = {"tenant": job.tenant, "chip": json.loads(spec)["chip"], "began": self._clock()}
+        held["gpus"] = sum(len(ids) for _, ids in decision.grant)
+        held["cpus"] = len(decision.grant) * json.loads(job.demand).get("cpus", 0.0)
+        transaction.execute(insert(allocations).values(job=decision.job, start=number, **held))
         machines = json.dumps([node for node, _ in decision.grant])
         fields = {"job": decision.job, "start": number, "state": "granted", "machines": machines}
         fields["after"] = json.dumps(sorted(starts.items()))

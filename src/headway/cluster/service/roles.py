@@ -68,6 +68,8 @@ PERMISSIONS: dict[str, Need] = {
     # the cluster
     "GET /api/v1/nodes": _READ,
     "GET /api/v1/events": _READ,
+    "GET /api/v1/usage": _READ,
+    "GET /metrics": Permission("admin", "read"),  # of all tenants
     "POST /api/v1/join": OPEN,  # with a join token, which the route checks
     "POST /api/v1/join-tokens": _ADMIN,
     "DELETE /api/v1/nodes/{node}": _ADMIN,
