@@ -97,7 +97,7 @@ class EmptyCluster:
         self._usable_by(job.tenant).check_job(job)
 
     def _usable_by(self, tenant: str) -> ClusterSnapshot:
-        nodes = [node for node in self.values["nodes"] if node.get("tenant", tenant) == tenant]
+        nodes = [node for node in self.values["nodes"] if tenant in node.get("tenants", [tenant])]
         if len(nodes) == len(self.values["nodes"]) or tenant not in self.tenants:
             return self._empty
         if tenant not in self._usable:

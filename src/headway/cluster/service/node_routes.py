@@ -59,6 +59,8 @@ class Joined(BaseModel):
     name: str
     certificate: str
     cluster: str
+    tenants: list[str]
+    """Whose jobs it runs."""
 
 
 class NodeChange(BaseModel):

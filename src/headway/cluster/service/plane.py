@@ -139,11 +139,6 @@ class ControlPlane:
         self.fleet.silence.hear(name)
         self._note_change()
 
-    def check_tenant(self, name: str | None) -> None:
-        """Raise UsageError for a tenant that there is not."""
-        if name is not None and name not in self.cluster.tenants:
-            raise UsageError(f"unknown tenant '{name}'", hint=f"known tenants: {', '.join(self.cluster.tenants)}")
-
     def change_tenants(self, change: Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]) -> None:
         """Replace the tenants by what `change` makes of them; their running jobs go on."""
         with self._store.write() as transaction:
@@ -473,6 +468,7 @@ def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -
         json.loads(row.request) if _is_fresh(row) else {},
         tuple(json.loads(row.signals)),
         secrets.get(row.job, {}),
+        row.tenant,
     )
 
 
