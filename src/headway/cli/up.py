@@ -175,6 +175,7 @@ def _serve(
     from headway.cluster.service.single import only_service, publish_address
     from headway.cluster.service.store import ServiceStore
     from headway.cluster.service.tables import open_database, sqlite_url
+    from headway.cluster.service.uploaded_code import CodeStore
     from headway.dashboard.server import serve
     from headway.http_server import listen
 
@@ -196,7 +197,15 @@ def _serve(
         service = LiveService(store, plane, lambda line: print(line, file=sys.stderr, flush=True))
         accounts = Accounts(store, time.time)
         token = _first_token(accounts, folder / TOKEN)
-        app = make_app(service, token, _token(folder / NODE_TOKEN), host, accounts=accounts, authority=authority)
+        app = make_app(
+            service,
+            token,
+            _token(folder / NODE_TOKEN),
+            host,
+            accounts=accounts,
+            authority=authority,
+            code=CodeStore(folder / "code"),
+        )
 
         def listening() -> None:
             publish_address(folder, url, fingerprint)

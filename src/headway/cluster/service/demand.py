@@ -21,6 +21,7 @@ SITE = {
     "min_run_s": "seconds before it may be preempted",
     "within": "a network level whose domains it must not span",
     "kind": ", ".join(KINDS),
+    "code": "the SHA-256 of code that was uploaded",
 }
 """Settings that only this engine has."""
 

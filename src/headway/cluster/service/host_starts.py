@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from headway.cluster.service.isolation import Isolation, make_scratch, remove_sc
 from headway.cluster.service.messages import StartReport, WantedStart
 from headway.cluster.service.node import Starts
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.uploaded_code import CodeStore, cached, unpack
 from headway.track.access import umask_of
 
 
@@ -58,9 +60,17 @@ class _Start:
 class HostStarts(Starts):
     """Processes on this machine; for one thread."""
 
-    def __init__(self, folder: Path, points: WritePoints | None = None, isolation: Isolation | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        points: WritePoints | None = None,
+        isolation: Isolation | None = None,
+        fetch: Callable[[str], bytes] | None = None,
+    ) -> None:
+        """`fetch` returns the uploaded code of a digest."""
         self._folder, self._points = folder, points or WritePoints()
         self._isolation = isolation or Isolation()
+        self._code, self._fetch = CodeStore(folder / "code"), fetch
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "starts").mkdir(mode=0o700, parents=True, exist_ok=True)
         reserve_lock_fd()
@@ -100,6 +110,7 @@ class HostStarts(Starts):
             "HEADWAY_MACHINES": ",".join(wanted.machines),
             "HEADWAY_START": str(wanted.number),
             "HEADWAY_SCRATCH": str(self._scratch(wanted.key)),
+            "HEADWAY_UPLOAD": str(self._scratch(wanted.key) / "code"),
             "PATH": os.defpath,
         }
         variables |= {"HEADWAY_END": str(self._scratch(wanted.key) / "end")} if len(wanted.machines) > 1 else {}
@@ -122,6 +133,9 @@ class HostStarts(Starts):
         put links."""
         user, scratch = self._isolation.user(wanted.tenant), self._scratch(wanted.key)
         make_scratch(scratch, user)
+        if "code" in request.site:
+            assert self._fetch is not None, "whoever runs jobs can fetch their code"
+            unpack(cached(self._code, request.site["code"], self._fetch), scratch / "code", user)
         logs = log_folder(request.folder, wanted.key.split(":")[0])
         log, enter = log_path(logs, wanted.number, wanted.rank), list[str]()
         if self._isolation.cgroups is not None:

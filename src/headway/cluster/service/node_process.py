@@ -58,7 +58,9 @@ def run_agent(
             if not go_on():
                 return 0
             time.sleep(RETRY_S)
-        starts = HostStarts(folder, write_points(), isolation)
+        starts = HostStarts(
+            folder, write_points(), isolation, lambda digest: connection.get_bytes(f"/api/v1/code/{digest}")
+        )
         agent = ClusterNode(name, starts)
         version: int | None = None
         sent: object = None

@@ -327,6 +327,18 @@ class ControlPlane:
         starts = tuple(_wanted_start(row, values) for row in rows.values())
         return NodeOrders(self._store.epoch, self._store.cluster, starts, self.fleet.give_up_after_s)
 
+    def check_code(self, digest: str, peer: str | None) -> None:
+        """Raise UsageError unless a node has a job with this code; this machine's own nodes are trusted with all."""
+        if peer is None:
+            return
+        mine = node_conditions.c.fingerprint == peer
+        on = ranks.join(node_conditions, node_conditions.c.name == ranks.c.node).join(jobs, jobs.c.id == ranks.c.job)
+        wanted = select(jobs.c.request).select_from(on).where(mine & (ranks.c.state != "exited"))
+        with self._store.read() as connection:
+            requests = connection.execute(wanted).scalars().all()
+        if not any(json.loads(request)["site"].get("code") == digest for request in requests):
+            raise UsageError(f"no job on this node has code {digest[:12]}")
+
     def _secret_values(self, rows: Sequence[Row[Any]]) -> dict[str, dict[str, str] | None]:
         """The values of the jobs that a node is to start, by id; None if they cannot be read."""
         names = {row.job: json.loads(row.request)["secrets"] for row in rows if _is_fresh(row)}

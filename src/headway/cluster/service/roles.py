@@ -63,6 +63,8 @@ PERMISSIONS: dict[str, Need] = {
     "GET /api/v1/jobs/{job}/why": _READ,
     "POST /api/v1/jobs/{job}/signal": _CHANGE,
     "POST /api/v1/jobs/{job}/{verb}": _CHANGE,
+    "PUT /api/v1/code/{digest}": _CHANGE,
+    "GET /api/v1/code/{digest}": NODES,
     # the cluster
     "GET /api/v1/nodes": _READ,
     "POST /api/v1/join": OPEN,  # with a join token, which the route checks
