@@ -65,6 +65,13 @@ def join(
     cpus: Annotated[
         int | None, typer.Option("--cpus", min=1, metavar="N", help="CPUs that jobs may use (default: all).")
     ] = None,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="Whose jobs it runs, as your user (default: the only one).")
+    ] = None,
+    tenant_user: Annotated[
+        list[str] | None,
+        typer.Option("--tenant-user", metavar="TENANT=USER", help="As root: a tenant, and who its jobs run as."),
+    ] = None,
     no_run: Annotated[bool, typer.Option("--no-run", help="Only join; headway node run starts the agent.")] = False,
     folder: Folder = None,
 ) -> None:
@@ -75,7 +82,10 @@ def join(
     place = _place(folder)
     spec = this_machine(gpus, cpus)
     pin = None if fingerprint is None else read_fingerprint(fingerprint)
-    settings = NodeSettings(url.rstrip("/"), name or spec["name"], pin, spec | {"name": name or spec["name"]})
+    users = _users(tenant_user or [], tenant)
+    spec["name"], tenants = name or spec["name"], list(users) or ([tenant] if tenant else None)
+    spec |= {} if tenants is None else {"tenants": tenants}
+    settings = NodeSettings(url.rstrip("/"), spec["name"], pin, spec, users)
     join_cluster(place, settings, read_key(token_file, 16))
     print(f"joined {settings.url} as node {settings.name}")
     if not no_run:
@@ -119,6 +129,16 @@ def _change(node: str, verb: str, runs: Path | None, json: bool) -> None:
         return
     print(f"node {node} is {verb}ed")
     print(f"next: {command(root, 'nodes')} --engine service")
+
+
+def _users(pairs: list[str], tenant: str | None) -> dict[str, str]:
+    """Return the Unix user of each tenant."""
+    users = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    if len(users) != len(pairs) or not all((*users, *users.values())):
+        raise UsageError(f"--tenant-user {' '.join(pairs)}: not TENANT=USER, each tenant once")
+    if users and tenant:
+        raise UsageError("--tenant runs jobs as your user, --tenant-user as theirs", hint="give one of them")
+    return users
 
 
 def _place(folder: Path | None) -> Path:

@@ -70,6 +70,9 @@ def submit(
     key: Annotated[
         str | None, typer.Option("--key", metavar="TEXT", help="A command is submitted once per key, however often.")
     ] = None,
+    upload: Annotated[
+        bool, typer.Option("--upload", help="Run a command in a copy of this folder, as it is now.")
+    ] = False,
     no_shared_folder: NoSharedFolder = False,
     runs: Runs = None,
     settings: Settings = None,
@@ -99,7 +102,7 @@ def submit(
         if engine != "service":
             raise UsageError(f"--engine {engine} takes recipes, not commands", hint="--engine service")
         resources = CommandResources(machines, gpus, cpus, memory_gib)
-        request, job = submit_command(what, root, resources, name, site, dry=dry_run)
+        request, job = submit_command(what, root, resources, name, site, upload=upload, dry=dry_run)
         if dry_run:
             print_json({"engine": engine, "would_send": job}) if json else print(job, end="")
         elif json:
@@ -108,6 +111,8 @@ def submit(
             print(f"{request.name}: job {job} of {engine}")
             print(next_line(*(command(root, words) for words in ("queue", f"logs {job} --follow", f"cancel {job}"))))
         return
+    if upload:
+        raise UsageError("--upload is for commands", hint='recipes: code = "staged" in engines.toml')
     recipe, cluster = _recipe_and_cluster(what, on)
     loaded, shared = load_recipe(recipe, settings or ()), not no_shared_folder
     if dry_run:

@@ -125,6 +125,17 @@ def up(
     )
 
 
+def _of_one_tenant(nodes: list[dict[str, Any]], tenants: list[str]) -> list[dict[str, Any]]:
+    """Return this machine as a node of the only tenant; UsageError if there are several, all of whose jobs would run as
+    one user. Emulated nodes are for trying things out."""
+    if len(tenants) > 1 and any(node["chip"] != "fake" for node in nodes):
+        raise UsageError(
+            f"jobs of {plural(len(tenants), 'tenant')} would run as one user on this machine",
+            hint="--no-local-node; headway node join --tenant-user makes it a node that keeps them apart",
+        )
+    return [node if node["chip"] == "fake" else node | {"tenants": tenants} for node in nodes]
+
+
 def _server_tls(folder: Path, host: str, certificate: Path | None, key: Path | None) -> tuple["ServerTls", "Authority"]:
     """Return the certificate to listen with, the given one or one of the service's own, and its authority."""
     from headway.cluster.service.certificates import Authority, server_tls
@@ -172,6 +183,7 @@ def _serve(
     from headway.cluster.service.single import only_service, publish_address
     from headway.cluster.service.store import ServiceStore
     from headway.cluster.service.tables import open_database, sqlite_url
+    from headway.cluster.service.uploaded_code import CodeStore
     from headway.dashboard.server import serve
     from headway.http_server import listen
 
@@ -185,6 +197,8 @@ def _serve(
         os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
         store = ServiceStore(engine, points)
         tenants = starting_tenants(store, listed)
+        if not _is_loopback(host):
+            nodes = _of_one_tenant(nodes, [tenant["name"] for tenant in tenants])
         plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)), give_up_after_s=give_up_after)
         for name in plane.set_cluster(nodes, tenants, policy):
             print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
@@ -192,7 +206,15 @@ def _serve(
         service = LiveService(store, plane, log, history=folder / "history", webhooks=webhooks)
         accounts = Accounts(store, time.time)
         token = _first_token(accounts, folder / TOKEN)
-        app = make_app(service, token, _token(folder / NODE_TOKEN), host, accounts=accounts, authority=authority)
+        app = make_app(
+            service,
+            token,
+            _token(folder / NODE_TOKEN),
+            host,
+            accounts=accounts,
+            authority=authority,
+            code=CodeStore(folder / "code"),
+        )
 
         def listening() -> None:
             publish_address(folder, url, fingerprint)

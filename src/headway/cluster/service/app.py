@@ -17,11 +17,12 @@ from headway.cluster.service.certificates import Authority
 from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.new_jobs import NewJob
-from headway.cluster.service.node_routes import add_node_routes
+from headway.cluster.service.node_routes import add_code_routes, add_node_routes
 from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
 from headway.cluster.service.tenant_routes import add_tenant_routes
+from headway.cluster.service.uploaded_code import CodeStore
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
 from headway.cluster.service.visibility import own_explanation, own_node
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
@@ -87,6 +88,7 @@ def make_app(
     accounts: Accounts | None = None,
     guard: GuardSettings | None = None,
     authority: Authority | None = None,
+    code: CodeStore | None = None,
 ) -> FastAPI:
     """The application of a service; `user_token` acts for the first admin."""
     accounts = accounts or Accounts(service.store, time.time)
@@ -102,6 +104,8 @@ def make_app(
     _add_cluster_routes(app, service)
     add_operation_routes(app, service)
     add_node_routes(app, service, authority)
+    if code is not None:
+        add_code_routes(app, service, code)
     add_access_routes(app, service, accounts)
     add_tenant_routes(app, service, accounts)
     return app

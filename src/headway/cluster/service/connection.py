@@ -55,15 +55,24 @@ class ServiceConnection:
         """The answer to a request that sets something."""
         return self._exchange("PUT", path, json.dumps(body).encode())
 
+    def put_bytes(self, path: str, data: bytes) -> Any:
+        """The answer to a request that stores a file."""
+        return self._exchange("PUT", path, data)
+
+    def get_bytes(self, path: str) -> bytes:
+        """A file."""
+        answer: bytes = self._exchange("GET", path, None, parsed=False)
+        return answer
+
     def delete(self, path: str) -> Any:
         """The answer to a request that removes something."""
         return self._exchange("DELETE", path, None)
 
-    def _exchange(self, method: str, path: str, body: bytes | None) -> Any:
+    def _exchange(self, method: str, path: str, body: bytes | None, *, parsed: bool = True) -> Any:
         for last in (False, True):
             fresh = self._connection is None
             try:
-                answer = self._once(method, path, body)
+                answer = self._once(method, path, body, parsed)
                 if not self._keep:
                     self.close()
                 return answer
@@ -75,7 +84,7 @@ class ServiceConnection:
                     ) from None
         raise AssertionError
 
-    def _once(self, method: str, path: str, body: bytes | None) -> Any:
+    def _once(self, method: str, path: str, body: bytes | None, parsed: bool) -> Any:
         if self._connection is None:
             self._connection = self._open()
         headers = {"content-type": "application/json"}
@@ -84,7 +93,7 @@ class ServiceConnection:
         answer = self._connection.getresponse()
         data = answer.read()
         if answer.status == 200:
-            return json.loads(data)
+            return json.loads(data) if parsed else data
         self.close()
         raise _error(answer.status, data, self.url)
 

@@ -22,6 +22,7 @@ SITE = {
     "within": "a network level whose domains it must not span",
     "kind": ", ".join(KINDS),
     "after": "jobs that must be over first, with commas: JOB (has succeeded) or JOB:any",
+    "code": "the SHA-256 of code that was uploaded",
 }
 """Settings that only this engine has."""
 MOST_PRIORITY = 1_000_000
@@ -113,7 +114,7 @@ class EmptyCluster:
         self._usable_by(job.tenant).check_job(job)
 
     def _usable_by(self, tenant: str) -> ClusterSnapshot:
-        nodes = [node for node in self.values["nodes"] if node.get("tenant", tenant) == tenant]
+        nodes = [node for node in self.values["nodes"] if tenant in node.get("tenants", [tenant])]
         if len(nodes) == len(self.values["nodes"]) or tenant not in self.tenants:
             return self._empty
         if tenant not in self._usable:

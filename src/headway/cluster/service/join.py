@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -37,8 +37,8 @@ class NodeSpec(BaseModel):
     gpus: Annotated[list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:/-]{1,100}$")]], Field(max_length=64)]
     cpus: Annotated[int, Field(ge=1, le=65536)]
     memory_bytes: Annotated[int, Field(ge=1, lt=2**63)]
-    tenant: str | None = Field(default=None, max_length=128)
-    """The only one whose jobs it runs; None: all."""
+    tenants: Annotated[list[str] | None, Field(max_length=1000)] = None
+    """Whose jobs it runs; None: those of the only tenant that there is."""
 
 
 class JoinRequest(BaseModel):
@@ -79,18 +79,36 @@ def join(plane: ControlPlane, store: ServiceStore, authority: Authority, asked: 
     """Admit a node, and return its certificate."""
     request = read_request(asked.request)
     check_protocol(asked.name, asked.protocol, asked.version)
-    plane.check_tenant(asked.spec.tenant)
+    tenants = _tenants(plane.cluster.tenants, asked)
     if len(set(asked.spec.gpus)) < len(asked.spec.gpus):
         raise UsageError(f"node '{asked.name}' lists a GPU twice: {', '.join(asked.spec.gpus)}")
     key, certificate = key_digest(request), authority.sign_node(asked.name, request)
-    spec = {"name": asked.name, **asked.spec.model_dump(exclude_none=True)}
+    spec = {"name": asked.name, **asked.spec.model_dump(), "tenants": tenants}
     with store.write() as transaction:
         _use_token(transaction, asked, key, plane.wall_s)
         conditions = {"fingerprint": fingerprint_of(certificate), "version": asked.version}
         _write_node(transaction, spec, conditions)
         plane.record_nodes(transaction)
     plane.node_joined(asked.name)
-    return {"name": asked.name, "certificate": certificate_pem(certificate), "cluster": store.cluster}
+    return {
+        "name": asked.name,
+        "certificate": certificate_pem(certificate),
+        "cluster": store.cluster,
+        "tenants": tenants,
+    }
+
+
+def _tenants(known: Sequence[str], asked: JoinRequest) -> list[str]:
+    """Whose jobs a node is to run; UsageError if that is not said, or not known."""
+    if asked.spec.tenants is None and len(known) == 1:
+        return list(known)
+    names, hint = sorted(set(asked.spec.tenants or ())), f"known tenants: {', '.join(known)}"
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(f"unknown tenant '{unknown[0]}'", hint=hint)
+    if not names:
+        raise UsageError(f"node '{asked.name}' does not say whose jobs it runs", hint=f"--tenant NAME; {hint}")
+    return names
 
 
 def remove_node(plane: ControlPlane, store: ServiceStore, name: str) -> None:

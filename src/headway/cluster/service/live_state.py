@@ -54,8 +54,8 @@ class LiveState:
     snapshot: ClusterSnapshot = field(default_factory=ClusterSnapshot)
     holdings: Holdings = field(default_factory=Holdings)
     history: JobHistory = field(default_factory=JobHistory)
-    pool_tenants: tuple[str | None, ...] = ()
-    """The only tenant whose jobs the nodes of each pool run; None: all."""
+    pool_tenants: tuple[tuple[str, ...] | None, ...] = ()
+    """Whose jobs the nodes of each pool run; None: all."""
     policy: Policy = POLICIES["headway"]
 
     def to_json(self) -> str:
@@ -167,9 +167,8 @@ class LiveState:
 
     def _pools_of(self, tenant: str) -> int:
         """The pools that a tenant's jobs may use, as bits."""
-        if set(self.pool_tenants) <= {None}:
-            return ANY_POOL
-        return sum(1 << number for number, only in enumerate(self.pool_tenants) if only in (None, tenant))
+        able = [only is None or tenant in only for only in self.pool_tenants]
+        return ANY_POOL if all(able) else sum(1 << number for number, usable in enumerate(able) if usable)
 
     def _set_maintenance(self, name: str, away_s: float | None, back_s: float | None) -> None:
         nodes = self.snapshot.nodes
@@ -191,7 +190,7 @@ class LiveState:
             }
             pool["away"] = [window for old in values["pools"] for window in old["away"] if window[0] in pool["nodes"]]
             pool["state"] = [before.get(name, "draining") for name in pool["nodes"]]
-        self.pool_tenants = tuple(pool.pop("tenant") for pool in pools)
+        self.pool_tenants = tuple(pool.pop("tenants") for pool in pools)
         for job in values["jobs"]:
             job["pools"] = self._pools_of(job["tenant"])
             for key in ("place", "kept"):
@@ -212,13 +211,13 @@ class LiveState:
 
 
 def _pools(nodes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, tuple[int, int]]]:
-    """Return pools of nodes of one chip, size and tenant if it has one only, and where each is: pool and number."""
-    pools: dict[tuple[str, int, str | None], dict[str, Any]] = {}
+    """Return pools of nodes of one chip, size and tenants, and where each is: pool and number."""
+    pools: dict[tuple[str, int, tuple[str, ...] | None], dict[str, Any]] = {}
     places = {}
     for node in nodes:
-        key = node["chip"], len(node["gpus"]), node.get("tenant")
+        key = node["chip"], len(node["gpus"]), tuple(node["tenants"]) if "tenants" in node else None
         empty: dict[str, Any] = {"nodes": [], "domains": {}, "limits": []}
-        pool = pools.setdefault(key, {"chip": key[0], "size": key[1], "tenant": key[2], **empty})
+        pool = pools.setdefault(key, {"chip": key[0], "size": key[1], "tenants": key[2], **empty})
         places[node["name"]] = list(pools).index(key), len(pool["nodes"])
         pool["nodes"].append(node["name"])
         pool["limits"].append([node["name"], node["cpus"], node["memory_bytes"]])

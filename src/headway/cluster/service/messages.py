@@ -55,6 +55,8 @@ class WantedStart:
     """Signals to send, in order: those that it has not sent yet."""
     secrets: dict[str, str] | None = field(default_factory=dict)
     """Values of secret variables; None if the service has lost them."""
+    tenant: str = ""
+    """Whose job it is."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 
 from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart
 from headway.cluster.service.outcome import RankResult
+from headway.errors import EngineUnreachable, HeadwayError
 
 
 class Starts(ABC):
@@ -97,6 +98,10 @@ class ClusterNode:
         else:
             try:
                 self._starts.begin(order)
+            except EngineUnreachable:  # its code cannot be fetched now: the next orders repeat it
+                return
+            except HeadwayError as error:
+                self._refused[order.key] = RankResult(error=error.message)
             except OSError as error:
                 where = f": {error.filename}" if error.filename else ""
                 self._refused[order.key] = RankResult(error=f"{error.strerror}{where}")

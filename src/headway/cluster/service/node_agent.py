@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from headway.cluster.engines.scripts import replace_file
 from headway.cluster.service.certificates import signing_request
 from headway.cluster.service.connection import ServiceConnection
+from headway.cluster.service.isolation import isolation_of
 from headway.cluster.service.join import check_name
 from headway.cluster.service.node_process import run_agent
 from headway.errors import EngineError, UsageError
@@ -34,7 +35,9 @@ class NodeSettings:
     fingerprint: str | None
     """Of the service's certificate; None: one that this machine trusts."""
     spec: dict[str, Any]
-    """What jobs may use."""
+    """What jobs may use, and whose jobs it runs."""
+    users: dict[str, str] = field(default_factory=dict)
+    """Unix user of each tenant; without any, jobs run as the agent's."""
 
 
 def join_cluster(folder: Path, settings: NodeSettings, token: str) -> None:
@@ -48,6 +51,8 @@ def join_cluster(folder: Path, settings: NodeSettings, token: str) -> None:
             f"{folder} belongs to node '{known.name}' of {known.url}",
             hint=f"headway node run --folder {folder} starts it; choose another --folder to join again",
         )
+    if settings.spec.get("tenants"):
+        isolation_of(folder, settings.spec["tenants"], settings.users)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     spec = {key: value for key, value in settings.spec.items() if key != "name"}
     request = signing_request(folder / KEY, settings.name)
@@ -55,7 +60,8 @@ def join_cluster(folder: Path, settings: NodeSettings, token: str) -> None:
     connection = ServiceConnection(settings.url, None, fingerprint=settings.fingerprint)
     answer = connection.post("/api/v1/join", body)
     replace_file(folder / CERTIFICATE, answer["certificate"])
-    replace_file(folder / SETTINGS, json.dumps({"format": 1, **asdict(settings)}, indent=1) + "\n")
+    fields = asdict(settings) | {"spec": settings.spec | {"tenants": answer["tenants"]}}
+    replace_file(folder / SETTINGS, json.dumps({"format": 1, **fields}, indent=1) + "\n")
 
 
 def read_settings(folder: Path) -> NodeSettings:
@@ -73,6 +79,7 @@ def read_settings(folder: Path) -> NodeSettings:
 def run_node(folder: Path) -> int:
     """Run the agent of a node that has joined, until Ctrl-C or SIGTERM; its jobs go on."""
     settings, stopping = read_settings(folder), threading.Event()
+    isolation = isolation_of(folder, settings.spec["tenants"], settings.users)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     certificate = (folder / CERTIFICATE, folder / KEY)
@@ -80,4 +87,6 @@ def run_node(folder: Path) -> int:
         settings.url, None, keep=True, fingerprint=settings.fingerprint, certificate=certificate
     )
     print(f"node {settings.name} of {settings.url}: Ctrl-C ends its agent; jobs go on", file=sys.stderr, flush=True)
-    return run_agent(settings.name, folder, connection, lambda: not stopping.is_set(), settings.spec)
+    return run_agent(
+        settings.name, folder, connection, lambda: not stopping.is_set(), spec=settings.spec, isolation=isolation
+    )

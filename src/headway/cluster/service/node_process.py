@@ -19,6 +19,7 @@ from pydantic_core import to_jsonable_python
 from headway.cluster.service.connection import ServiceConnection
 from headway.cluster.service.faults import write_points
 from headway.cluster.service.host_starts import HostStarts
+from headway.cluster.service.isolation import Isolation
 from headway.cluster.service.messages import ORDERS, PROTOCOL
 from headway.cluster.service.node import ClusterNode
 from headway.cluster.service.node_health import CHECK_S, look, problems
@@ -44,17 +45,22 @@ def run_agent(
     connection: ServiceConnection,
     go_on: Callable[[], bool],
     spec: Mapping[str, Any] | None = None,
+    isolation: Isolation | None = None,
 ) -> int:
     """Report and obey for as long as `go_on` says so; then jobs go on, and the next agent of the folder finds them.
 
-    `spec` is what the node has, which is then looked after."""
+    `spec` is what the node has, which is then looked after; without `isolation` jobs run as this process's user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if isolation is not None and isolation.users:
+        folder.chmod(0o711)  # other users get through it to their scratch folders
     with (folder / "lock").open("w") as lock:
         while not _locked(lock):  # the agent before this one may be about to end
             if not go_on():
                 return 0
             time.sleep(RETRY_S)
-        starts = HostStarts(folder, write_points())
+        starts = HostStarts(
+            folder, write_points(), isolation, lambda digest: connection.get_bytes(f"/api/v1/code/{digest}")
+        )
         agent = ClusterNode(name, starts)
         version: int | None = None
         sent: object = None

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Path, Request
+from fastapi import FastAPI, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_jsonable_python
@@ -19,9 +19,17 @@ from headway.cluster.service.join import (
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.messages import PROTOCOL, REPORT
 from headway.cluster.service.peer_certificate import PEER
+from headway.cluster.service.uploaded_code import CodeStore
 from headway.errors import EngineError
 
 LONGEST_WAIT_S = 10.0
+Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="SHA-256 of an archive of code.")]
+_ARCHIVE = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/gzip": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
 NodeName = Annotated[str, Path(min_length=1, max_length=200, description="Name of a node.")]
 
 
@@ -57,6 +65,8 @@ class Joined(BaseModel):
     name: str
     certificate: str
     cluster: str
+    tenants: list[str]
+    """Whose jobs it runs."""
 
 
 class NodeChange(BaseModel):
@@ -120,6 +130,21 @@ def add_node_routes(app: FastAPI, service: LiveService, authority: Authority | N
         if verb == "drain":
             return NodeChange(changed=True, jobs=plane.fleet.drain(node))
         return NodeChange(changed=plane.fleet.cordon(node, verb == "cordon"), jobs=[])
+
+
+def add_code_routes(app: FastAPI, service: LiveService, code: CodeStore) -> None:
+    """Add the routes by which code comes from users, and goes to the nodes that run it."""
+
+    @app.put("/api/v1/code/{digest}", openapi_extra=_ARCHIVE)
+    async def put_code(digest: Digest, request: Request) -> dict[str, str]:
+        data = await request.body()
+        await run_in_threadpool(code.put, digest, data)
+        return {"digest": digest}
+
+    @app.get("/api/v1/code/{digest}", response_class=Response)
+    def get_code(digest: Digest, request: Request) -> Response:
+        service.plane.check_code(digest, request.scope.get(PEER))
+        return Response(code.get(digest), media_type="application/gzip")
 
 
 def _authority(authority: Authority | None) -> Authority:

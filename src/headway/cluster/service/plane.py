@@ -153,11 +153,6 @@ class ControlPlane:
         self.fleet.silence.hear(name)
         self.nodes_changed()
 
-    def check_tenant(self, name: str | None) -> None:
-        """Raise UsageError for a tenant that there is not."""
-        if name is not None and name not in self.cluster.tenants:
-            raise UsageError(f"unknown tenant '{name}'", hint=f"known tenants: {', '.join(self.cluster.tenants)}")
-
     def change_tenants(self, change: Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]) -> None:
         """Replace the tenants by what `change` makes of them; their running jobs go on."""
         with self._store.write() as transaction:
@@ -353,6 +348,18 @@ class ControlPlane:
             self._heard[report.node] = version, peer, report, orders
         return orders
 
+    def check_code(self, digest: str, peer: str | None) -> None:
+        """Raise UsageError unless a node has a job with this code; this machine's own nodes are trusted with all."""
+        if peer is None:
+            return
+        mine = node_conditions.c.fingerprint == peer
+        on = ranks.join(node_conditions, node_conditions.c.name == ranks.c.node).join(jobs, jobs.c.id == ranks.c.job)
+        wanted = select(jobs.c.request).select_from(on).where(mine & (ranks.c.state != "exited"))
+        with self._store.read() as connection:
+            requests = connection.execute(wanted).scalars().all()
+        if not any(json.loads(request)["site"].get("code") == digest for request in requests):
+            raise UsageError(f"no job on this node has code {digest[:12]}")
+
     def _secret_values(self, rows: Sequence[Row[Any]]) -> dict[str, dict[str, str] | None]:
         """The values of the jobs that a node is to start, by id; None if they cannot be read."""
         names = {row.job: json.loads(row.request)["secrets"] for row in rows if _is_fresh(row)}
@@ -497,6 +504,7 @@ def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -
         json.loads(row.request) if _is_fresh(row) else {},
         tuple(json.loads(row.signals)),
         secrets.get(row.job, {}),
+        row.tenant,
     )
 
 

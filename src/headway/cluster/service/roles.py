@@ -65,6 +65,8 @@ PERMISSIONS: dict[str, Need] = {
     "POST /api/v1/jobs/{job}/signal": _CHANGE,
     "POST /api/v1/jobs/{job}/priority": _CHANGE,
     "POST /api/v1/jobs/{job}/{verb}": _CHANGE,
+    "PUT /api/v1/code/{digest}": _CHANGE,
+    "GET /api/v1/code/{digest}": NODES,
     # the cluster
     "GET /api/v1/nodes": _READ,
     "GET /api/v1/events": _READ,
