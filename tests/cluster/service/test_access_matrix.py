@@ -36,6 +36,8 @@ MAY: dict[str, tuple[str, str, str]] = {
     "POST /api/v1/jobs/{job}/priority mine": (MEMBERS, MEMBERS, ROOT),
     "GET /api/v1/events": (ALL, ALL, ALL),
     "GET /api/v1/usage": (ALL, ALL, ALL),
+    "POST /api/v1/simulate": (ALL, ALL, ROOT),
+    "POST /api/v1/simulate policy": (ALL, ALL, ALL),
     "GET /metrics": (ROOT, ROOT, ROOT),
     "GET /api/v1/nodes": (ALL, ALL, ALL),
     "GET /api/v1/record": (ROOT, ROOT, ROOT),
@@ -101,6 +103,8 @@ def request_of(world: AccessWorld, row: str, tenant: str, caller: str) -> tuple[
         made["{tenant}"] = lambda: f"tenant-{next(number)}" if variant else fresh_tenant(world, tenant)
     bodies: dict[str, Any] = {
         "POST /api/v1/jobs": submission(tenant),
+        "POST /api/v1/simulate": submission(tenant),
+        "POST /api/v1/simulate policy": {"policy": "fifo"},
         "POST /api/v1/jobs:batch": {"jobs": [submission(tenant)]},
         "POST /api/v1/jobs/{job}/priority": {"priority": 1},
         "POST /api/v1/jobs/{job}/priority mine": {"priority": 1},

@@ -28,6 +28,7 @@ from headway.cluster.service.node_state import node_state, unwanted_starts
 from headway.cluster.service.offers import find_offers, record_offers
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.record_lines import RecordLines
+from headway.cluster.service.run_progress import RunProgress
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import allocations, jobs, node_conditions, nodes, ranks, tenant_secrets
@@ -76,6 +77,10 @@ class ControlPlane:
         """The nodes, for operators."""
         self.node_changes, self.changed = NodeChanges(), threading.Event()
         """Changes that nodes should look at, and whether the scheduler should."""
+        self.progress: dict[str, RunProgress] = {}
+        """Of running jobs that report it, since this service has started."""
+        self._saves: dict[str, tuple[str, int | None]] = {}
+        """Start and step of the newest recorded save of these."""
         self._heard: dict[str, tuple[int, str | None, NodeReport, NodeOrders]] = {}
         """What each node last reported at which version, as whom, and its orders: repeating it needs no database."""
 
@@ -304,6 +309,7 @@ class ControlPlane:
 
     def finish_job(self, transaction: Transaction, name: str) -> None:
         """See JobControl."""
+        self.progress.pop(name, None)
         finish_if_exited(transaction, name, self.now_s, self._clock())
 
     # -- what nodes report
@@ -328,12 +334,19 @@ class ControlPlane:
             )
         self.fleet.silence.hear(report.node)
         problems = json.dumps(report.problems)
-        if _news(report, rows) or known.state != _state(report, rows, known) or (known.problems or "[]") != problems:
+        saves = self._take_progress(report, rows)
+        if (
+            saves
+            or _news(report, rows)
+            or known.state != _state(report, rows, known)
+            or (known.problems or "[]") != problems
+        ):
             with self._store.write() as transaction:  # with what holds now: it may have been given up meanwhile
                 known = transaction.execute(_KNOWN, {"name": report.node}).one()
                 rows = _by_key(transaction.execute(_WANTED, {"name": report.node}).all())
                 self.fleet.set_problems(transaction, report.node, problems)
                 self.fleet.set_state(transaction, report.node, _state(report, rows, known))
+                transaction.add_lines([line for line in saves if self._runs(transaction, line["saves"])])
                 for start in _news(report, rows):
                     self._take_report(transaction, rows[start.key], start.state, start.result)
                 rows = _by_key(transaction.execute(_WANTED, {"name": report.node}).all())
@@ -359,6 +372,27 @@ class ControlPlane:
             requests = connection.execute(wanted).scalars().all()
         if not any(json.loads(request)["site"].get("code") == digest for request in requests):
             raise UsageError(f"no job on this node has code {digest[:12]}")
+
+    def _take_progress(self, report: NodeReport, rows: Mapping[str, Row[Any]]) -> list[dict[str, Any]]:
+        """Remember the progress that a node reports; return the lines of new saves."""
+        lines = []
+        for start in report.starts:
+            row = rows.get(start.key)
+            if start.progress is None or row is None or row.job_state != "running":
+                continue
+            key, before = f"{row.job}:{row.start}", self.progress.get(row.job)
+            if self._saves.get(row.job) != (key, start.progress.saved_step) or before is None:
+                saved = start.progress.saved_unix_s
+                age_s = None if saved is None else max(self._clock() - saved, 0.0) * self._speed
+                lines.append({"at": self.now_s, "saves": row.job, "age_s": age_s})
+                self._saves[row.job] = key, start.progress.saved_step
+            self.progress[row.job] = start.progress
+        return lines
+
+    @staticmethod
+    def _runs(transaction: Transaction, name: str) -> bool:
+        running = (jobs.c.id == name) & (jobs.c.state == "running")
+        return transaction.execute(select(jobs.c.id).where(running)).first() is not None
 
     def _secret_values(self, rows: Sequence[Row[Any]]) -> dict[str, dict[str, str] | None]:
         """The values of the jobs that a node is to start, by id; None if they cannot be read."""
