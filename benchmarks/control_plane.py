@@ -15,9 +15,10 @@ from random import Random
 from typing import Any
 
 import psutil
-from sqlalchemy import event
+from sqlalchemy import event, insert, select, update
 
 from headway.cluster.engines.engine import LaunchRequest
+from headway.cluster.service import tables
 from headway.cluster.service.cycle import run_cycle
 from headway.cluster.service.decider import DeciderProcess
 from headway.cluster.service.messages import NodeReport, StartReport, start_key
@@ -92,8 +93,27 @@ class Cluster:
         self.specs = node_specs(nodes)
         tenants = [{"name": name, "guarantee": nodes * GPUS // len(TENANTS)} for name in TENANTS]
         self.plane.set_cluster(self.specs, tenants, "headway")
-        for spec in self.specs:
-            self.plane.sync(NodeReport(spec["name"]))
+        self._note_healthy()
+
+    def _note_healthy(self) -> None:
+        """What the first report of every node does, in one transaction."""
+        with self.store.write() as transaction:
+            transaction.execute(update(tables.nodes).values(state="healthy"))
+            names = [spec["name"] for spec in self.specs]
+            transaction.execute(insert(tables.node_conditions), [{"name": name} for name in names])
+            lines = [{"at": self.plane.now_s, "node": name, "state": "healthy"} for name in names]
+            transaction.add_lines(lines)
+
+    def confirm_all(self) -> int:
+        """What the reports of all nodes do once everything that was issued runs, in one transaction."""
+        with self.store.write() as transaction:
+            issued = select(tables.ranks.c.job).where(tables.ranks.c.state == "issued").distinct()
+            names = list(transaction.execute(issued).scalars())
+            transaction.execute(update(tables.ranks).where(tables.ranks.c.state == "issued").values(state="running"))
+            starting = tables.jobs.c.state == "starting"
+            transaction.execute(update(tables.jobs).where(starting).values(state="running", started=self.plane.wall_s))
+            transaction.add_lines([{"at": self.plane.now_s, "running": name} for name in names])
+        return len(names)
 
     def filled(self) -> None:
         """From now on, every commit reaches the disk."""
@@ -149,7 +169,7 @@ def measure_cycles(folder: Path, nodes: int, queued: int, cycles: int) -> dict[s
     running = 0
     for _ in range(20):
         report = run_cycle(plane, cluster.decider)
-        running = cluster.answer()
+        running += cluster.confirm_all()
         if not report.started:
             break
     cluster.filled()

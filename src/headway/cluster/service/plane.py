@@ -19,6 +19,7 @@ from headway.cluster.scheduler.nodes import DRAIN_LEAD_S
 from headway.cluster.service.demand import EmptyCluster, job_of, tenant_of
 from headway.cluster.service.exits import finish_if_exited
 from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet, is_elsewhere
+from headway.cluster.service.granted_starts import grant_starts
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart, start_key
@@ -31,7 +32,7 @@ from headway.cluster.service.record_lines import RecordLines
 from headway.cluster.service.run_progress import RunProgress
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import allocations, jobs, node_conditions, nodes, ranks, tenant_secrets
+from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
 from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
@@ -470,36 +471,10 @@ class ControlPlane:
                         self._tell_to_stop(transaction, row, why, record=False)
                         reason = own_reason(decision.reason).sentence
                         transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(reason=reason))
-                for decision in acted:
-                    if decision.kind == "start":
-                        self._grant(transaction, decision)
+                starts = [decision for decision in acted if decision.kind == "start"]
+                grant_starts(transaction, starts, self._clock())
         self.nodes_changed(transaction.nodes)
         return True
-
-    def _grant(self, transaction: Transaction, decision: LiveDecision) -> None:
-        started = select(jobs.c.id, jobs.c.starts).where(jobs.c.id.in_(decision.after))
-        starts = {row.id: row.starts for row in transaction.execute(started)}
-        number = transaction.execute(select(jobs.c.starts).where(jobs.c.id == decision.job)).scalar_one() + 1
-        values = {"state": "starting", "starts": number, "stop": "", "exit_status": None}
-        values["reason"] = _starting_reason(decision)
-        transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(values))
-        transaction.execute(delete(ranks).where(ranks.c.job == decision.job))
-        spec = transaction.execute(select(nodes.c.spec).where(nodes.c.name == decision.grant[0][0])).scalar_one()
-        job = transaction.execute(select(jobs.c.tenant, jobs.c.demand).where(jobs.c.id == decision.job)).one()
-        held = {"tenant": job.tenant, "chip": json.loads(spec)["chip"], "began": self._clock()}
-        held["gpus"] = sum(len(ids) for _, ids in decision.grant)
-        held["cpus"] = len(decision.grant) * json.loads(job.demand).get("cpus", 0.0)
-        transaction.execute(insert(allocations).values(job=decision.job, start=number, **held))
-        machines = json.dumps([node for node, _ in decision.grant])
-        fields = {"job": decision.job, "start": number, "state": "granted", "machines": machines}
-        fields["after"] = json.dumps(sorted(starts.items()))
-        transaction.execute(
-            insert(ranks),
-            [
-                fields | {"rank": rank, "node": node, "gpus": json.dumps(ids)}
-                for rank, (node, ids) in enumerate(decision.grant)
-            ],
-        )
 
     def apply(self) -> int:
         """Ask nodes to start what nothing stands in the way of any more, all ranks of a job or none; return how many
@@ -540,11 +515,6 @@ def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -
         secrets.get(row.job, {}),
         row.tenant,
     )
-
-
-def _starting_reason(decision: LiveDecision) -> str:
-    on = ", ".join(node for node, _ in decision.grant)
-    return f"starting on {on}" + (" once what runs there has exited" if decision.after else "")
 
 
 def _state(report: NodeReport, wanted: Mapping[str, Any], known: Row[Any]) -> str:
