@@ -184,6 +184,8 @@ def test_answers_hold_nothing_of_other_tenants(tmp_path: Path) -> None:
         world.ask("root", "PUT", "/api/v1/secrets/blue/THEIR_KEY", {"value": "x"})
         world.run_all()
         mine = world.submit("red-member", name="mine", gpus=4, site={"preemptible": "yes"})
+        world.now[0] += 7200.0  # so long that blue's job yields
+        world.run_all()
         world.cycle()
         assert [row["state"] for row in world.ask("root", "GET", "/api/v1/jobs").json()] == ["ending", "starting"]
         waits = world.submit("red-a-member", name="waits", gpus=4, machines=2)
