@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from headway.errors import plural as plural
 
-_GROUPS = "agent|checkpoint|cluster|data|hardware|model|recipe|rl|runs|trace"
+_GROUPS = "agent|checkpoint|cluster|data|hardware|model|node|recipe|rl|runs|trace"
 _COMMAND = re.compile(
     rf"`[^`]+`|\bheadway (?:(?:{_GROUPS}) )?[a-z]+(?: [a-z]+(?= --))?"
     r"(?: (?:--[\w-]+(?: [^\s,;(-][^\s,;]*)?|[a-z]*[^\sa-z,;(][^\s,;]*))*"

@@ -33,6 +33,12 @@ MAY: dict[str, tuple[str, str, str]] = {
     "POST /api/v1/jobs/{job}/signal": (ADMINS, ADMINS, ROOT),
     "POST /api/v1/jobs/{job}/{verb}": (ADMINS, ADMINS, ROOT),
     "POST /api/v1/jobs/{job}/{verb} mine": (MEMBERS, MEMBERS, ROOT),
+    "POST /api/v1/jobs:batch": (MEMBERS, MEMBERS, ROOT),
+    "POST /api/v1/jobs/{job}/priority": (ADMINS, ADMINS, ROOT),
+    "POST /api/v1/jobs/{job}/priority mine": (MEMBERS, MEMBERS, ROOT),
+    "GET /api/v1/events": (ALL, ALL, ALL),
+    "GET /api/v1/usage": (ALL, ALL, ALL),
+    "GET /metrics": (ROOT, ROOT, ROOT),
     "GET /api/v1/nodes": (ALL, ALL, ALL),
     "GET /api/v1/record": (ROOT, ROOT, ROOT),
     "GET /api/v1/users": (ADMINS, ADMINS, ADMINS),
@@ -97,6 +103,9 @@ def request_of(world: AccessWorld, row: str, tenant: str, caller: str) -> tuple[
         made["{tenant}"] = lambda: f"tenant-{next(number)}" if variant else fresh_tenant(world, tenant)
     bodies: dict[str, Any] = {
         "POST /api/v1/jobs": submission(tenant),
+        "POST /api/v1/jobs:batch": {"jobs": [submission(tenant)]},
+        "POST /api/v1/jobs/{job}/priority": {"priority": 1},
+        "POST /api/v1/jobs/{job}/priority mine": {"priority": 1},
         "POST /api/v1/jobs/{job}/signal": {"number": 10},
         "PUT /api/v1/users/{user}": {"role": "viewer", "tenant": tenant},
         "PUT /api/v1/users/{user} to admin": {"role": "admin", "tenant": None},

@@ -1,33 +1,34 @@
 """The HTTP API of the service: each route checks its input and calls one function of the control plane."""
 
-import asyncio
 import time
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Query, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import to_jsonable_python
 
 from headway import __version__
 from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.access_guard import AccessGuard, GuardSettings
 from headway.cluster.service.access_routes import Caller, ErrorAnswer, add_access_routes
 from headway.cluster.service.accounts import Accounts
-from headway.cluster.service.demand import job_of
+from headway.cluster.service.certificates import Authority
+from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
-from headway.cluster.service.messages import REPORT
+from headway.cluster.service.new_jobs import NewJob
+from headway.cluster.service.node_routes import add_code_routes, add_node_routes
+from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
 from headway.cluster.service.tenant_routes import add_tenant_routes
+from headway.cluster.service.uploaded_code import CodeStore
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
 from headway.cluster.service.visibility import own_explanation, own_node
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
 
-POLL_S = 0.02
-LONGEST_WAIT_S = 10.0
+MOST_AT_ONCE = 100
+"""Submissions of one batch."""
 JobName = Annotated[str, Path(min_length=1, max_length=200, description="Id, array, or name of the newest such job.")]
 ERRORS = {
     400: "What was asked for cannot be: the sentence says why.",
@@ -51,22 +52,31 @@ class JobSubmission(BaseModel):
     key: str | None = Field(default=None, min_length=1, max_length=200)
     dry: bool = False
 
+    def new_job(self, caller: Principal, tenants: frozenset[str] | None) -> NewJob:
+        """What is to be queued for a caller who sees these tenants."""
+        request = own_request(request_from_json(self.request), caller, tenants)
+        return NewJob(request, self.secrets, own_key(self.key, caller))
+
+
+class JobBatch(BaseModel):
+    """Jobs to queue together, all or none."""
+
+    model_config = ConfigDict(extra="forbid")
+    jobs: Annotated[list[JobSubmission], Field(min_length=1, max_length=MOST_AT_ONCE)]
+
+
+class PriorityRequest(BaseModel):
+    """A new priority."""
+
+    model_config = ConfigDict(extra="forbid")
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+
 
 class SignalRequest(BaseModel):
     """A signal to send."""
 
     model_config = ConfigDict(extra="forbid")
     number: Annotated[int, Field(ge=1, le=64)]
-
-
-class NodeSync(BaseModel):
-    """A node's report."""
-
-    model_config = ConfigDict(extra="forbid")
-    report: dict[str, Any]
-    version: int | None = None
-    """The version of its last orders: if they are still the same, the answer may wait."""
-    wait_s: Annotated[float, Field(ge=0, le=LONGEST_WAIT_S)] = 0.0
 
 
 def make_app(
@@ -77,6 +87,8 @@ def make_app(
     *,
     accounts: Accounts | None = None,
     guard: GuardSettings | None = None,
+    authority: Authority | None = None,
+    code: CodeStore | None = None,
 ) -> FastAPI:
     """The application of a service; `user_token` acts for the first admin."""
     accounts = accounts or Accounts(service.store, time.time)
@@ -90,6 +102,10 @@ def make_app(
     app.add_exception_handler(ValidationError, _invalid)
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
+    add_operation_routes(app, service)
+    add_node_routes(app, service, authority)
+    if code is not None:
+        add_code_routes(app, service, code)
     add_access_routes(app, service, accounts)
     add_tenant_routes(app, service, accounts)
     return app
@@ -119,11 +135,18 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
 
     @app.post("/api/v1/jobs")
     def submit(submission: JobSubmission, caller: Caller) -> dict[str, Any]:
-        request = own_request(request_from_json(submission.request), caller, tenants_of(caller))
+        new = submission.new_job(caller, tenants_of(caller))
         if submission.dry:
-            plane.cluster.check_job(job_of(request, request.name, plane.now_s, plane.cluster.tenants))
+            plane.cluster.check_job(job_of(new.request, new.request.name, plane.now_s, plane.cluster.tenants))
             return {"id": None}
-        return {"id": plane.submit(request, submission.secrets, own_key(submission.key, caller))}
+        return {"id": plane.submit_all([new])[0]}
+
+    @app.post("/api/v1/jobs:batch")
+    def submit_batch(batch: JobBatch, caller: Caller) -> dict[str, Any]:
+        if any(submission.dry for submission in batch.jobs):
+            raise UsageError("a batch cannot be tried", hint="leave dry out")
+        tenants = tenants_of(caller)
+        return {"ids": plane.submit_all([submission.new_job(caller, tenants) for submission in batch.jobs])}
 
     @app.get("/api/v1/jobs")
     def jobs(
@@ -150,6 +173,11 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
         plane.signal(to_change(job, caller), body.number)
         return listed(job, caller)
 
+    @app.post("/api/v1/jobs/{job}/priority")
+    def set_priority(job: JobName, body: PriorityRequest, caller: Caller) -> dict[str, Any]:
+        changed = plane.set_priority(to_change(job, caller), body.priority)
+        return {"changed": changed, "jobs": listed(job, caller)}
+
     @app.post("/api/v1/jobs/{job}/{verb}")
     def change(job: JobName, verb: Literal["cancel", "hold", "release"], caller: Caller) -> dict[str, Any]:
         name, done = to_change(job, caller), True
@@ -175,20 +203,8 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
             return [own_node(node, mine) for node in list_nodes(connection)]
 
     @app.get("/api/v1/record")
-    def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> Any:
-        return list(plane.lines[after : after + limit])
-
-    @app.post("/api/v1/sync")
-    async def sync(body: NodeSync, request: Request) -> Any:
-        report = REPORT.validate_python(body.report)
-        waited = 0.0
-        while body.version == plane.changes and waited < body.wait_s and not service.stopping.is_set():
-            await asyncio.sleep(POLL_S)
-            waited += POLL_S
-        del request
-        version = plane.changes
-        orders = await run_in_threadpool(plane.sync, report)
-        return {"version": version, "orders": to_jsonable_python(orders)}
+    def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000) -> Any:
+        return plane.lines[max(after, plane.lines.first) :][:limit]
 
 
 def _headway_error(_: Request, error: Exception) -> JSONResponse:

@@ -7,29 +7,34 @@
     task.sh start.sh    its scripts
     lock pid exit       held while it runs; its process group; its exit status
     signals ended       signals sent so far; when it was told to end
+  scratch/<key>/        its private folder, which belongs to its user; as another user its task.sh is there
 """
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from headway.cluster.engines.engine import read_exit_report
+from headway.cluster.engines.engine import LaunchRequest, read_exit_report
 from headway.cluster.engines.local.jobs import is_locked
 from headway.cluster.engines.local.task_processes import LOCK_FD, boot_id, kill_task, reserve_lock_fd, start_lock
 from headway.cluster.engines.scripts import log_folder, log_path, replace_file, start_script, task_script
 from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.faults import WritePoints
+from headway.cluster.service.isolation import Isolation, make_scratch, remove_scratch, run_as, variables_of
 from headway.cluster.service.messages import StartReport, WantedStart
 from headway.cluster.service.node import Starts
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.uploaded_code import CodeStore, cached, unpack
 from headway.track.access import umask_of
 
 
@@ -55,8 +60,17 @@ class _Start:
 class HostStarts(Starts):
     """Processes on this machine; for one thread."""
 
-    def __init__(self, folder: Path, points: WritePoints | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        points: WritePoints | None = None,
+        isolation: Isolation | None = None,
+        fetch: Callable[[str], bytes] | None = None,
+    ) -> None:
+        """`fetch` returns the uploaded code of a digest."""
         self._folder, self._points = folder, points or WritePoints()
+        self._isolation = isolation or Isolation()
+        self._code, self._fetch = CodeStore(folder / "code"), fetch
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "starts").mkdir(mode=0o700, parents=True, exist_ok=True)
         reserve_lock_fd()
@@ -78,17 +92,14 @@ class HostStarts(Starts):
         """See Starts. A start whose files are there, but which wrote no pid, never ran its command."""
         if wanted.key in self._starts:
             return
+        self._isolation.check(wanted.tenant)
         request = request_from_json(wanted.request)
-        job, own = wanted.key.split(":")[0], self._folder / "starts" / wanted.key
-        with umask_of(request.folder):
-            logs = log_folder(request.folder, job)
-            logs.mkdir(parents=True, exist_ok=True)
+        own = self._folder / "starts" / wanted.key
         own.mkdir(mode=0o700, exist_ok=True)
-        for name in ("pid", "exit", "end", "signals", "ended"):
+        for name in ("pid", "exit", "signals", "ended"):
             (own / name).unlink(missing_ok=True)
         start = _Start(wanted.key, own, boot_id(), time.time(), request.limit_s, request.grace_s)
-        (own / "task.sh").write_text(task_script(request))
-        (own / "start.sh").write_text(start_script(own / "task.sh", log_path(logs, wanted.number, wanted.rank), own))
+        self._write_scripts(wanted, request, own)
         self._points.reach("before start.json")
         fields = {key: getattr(start, key) for key in ("key", "boot", "began", "limit_s", "grace_s")}
         replace_file(own / "start.json", to_json(fields).decode())
@@ -98,9 +109,11 @@ class HostStarts(Starts):
             "HEADWAY_MACHINE": str(wanted.rank),
             "HEADWAY_MACHINES": ",".join(wanted.machines),
             "HEADWAY_START": str(wanted.number),
+            "HEADWAY_SCRATCH": str(self._scratch(wanted.key)),
+            "HEADWAY_UPLOAD": str(self._scratch(wanted.key) / "code"),
             "PATH": os.defpath,
         }
-        variables |= {"HEADWAY_END": str(own / "end")} if len(wanted.machines) > 1 else {}
+        variables |= {"HEADWAY_END": str(self._scratch(wanted.key) / "end")} if len(wanted.machines) > 1 else {}
         variables |= {} if wanted.index is None else {"HEADWAY_ARRAY_INDEX": str(wanted.index)}
         with umask_of(request.folder), start_lock(own / "lock"):
             self._children[wanted.key] = subprocess.Popen(
@@ -114,6 +127,36 @@ class HostStarts(Starts):
             )
         self._starts[wanted.key] = start
         self._points.reach("after the process")
+
+    def _write_scripts(self, wanted: WantedStart, request: LaunchRequest, own: Path) -> None:
+        """Write the scripts of a start. Another user's task makes its log itself: nothing of ours writes where it can
+        put links."""
+        user, scratch = self._isolation.user(wanted.tenant), self._scratch(wanted.key)
+        make_scratch(scratch, user)
+        if "code" in request.site:
+            assert self._fetch is not None, "whoever runs jobs can fetch their code"
+            unpack(cached(self._code, request.site["code"], self._fetch), scratch / "code", user)
+        logs = log_folder(request.folder, wanted.key.split(":")[0])
+        log, enter = log_path(logs, wanted.number, wanted.rank), list[str]()
+        if self._isolation.cgroups is not None:
+            entries = self._isolation.cgroups.create(wanted.key, request.cpus, request.memory_bytes)
+            enter = [f'echo "$BASHPID" >{shlex.quote(str(entry))}' for entry in entries]
+        if user is None:
+            with umask_of(request.folder):
+                logs.mkdir(parents=True, exist_ok=True)
+            (own / "task.sh").write_text(task_script(request))
+            (own / "start.sh").write_text(start_script(own / "task.sh", log, own, first=enter))
+            return
+        first = [f"mkdir -p -- {shlex.quote(str(logs))} || exit 1", f"exec >>{shlex.quote(str(log))} 2>&1 || exit 1"]
+        request = replace(request, environment={**request.environment, **variables_of(user)})
+        task = scratch / "task.sh"
+        task.write_text(task_script(request, first))
+        task.chmod(0o644)  # only its user gets to it, through the folder
+        null = Path(os.devnull)
+        (own / "start.sh").write_text(start_script(task, null, own, first=enter, run_as=run_as(user)))
+
+    def _scratch(self, key: str) -> Path:
+        return self._folder / "scratch" / key
 
     def signal(self, key: str, numbers: tuple[int, ...]) -> None:
         """See Starts."""
@@ -138,6 +181,8 @@ class HostStarts(Starts):
     def kill(self, key: str) -> None:
         """See Starts."""
         self._kill(self._starts[key], signal.SIGKILL)
+        if self._isolation.cgroups is not None:
+            self._isolation.cgroups.kill(key)
 
     def forget(self, key: str) -> None:
         """See Starts."""
@@ -145,6 +190,9 @@ class HostStarts(Starts):
         self._points.reach("before forgetting")
         (start.own / "start.json").unlink(missing_ok=True)  # first: half a folder is no start
         shutil.rmtree(start.own, ignore_errors=True)
+        remove_scratch(self._scratch(key))
+        if self._isolation.cgroups is not None:
+            self._isolation.cgroups.remove(key)
 
     def accept(self, epoch: int, cluster: str) -> bool:
         """See Starts."""
@@ -171,7 +219,8 @@ class HostStarts(Starts):
         if not is_locked(start.own / "lock") if child is None else child.poll() is not None:
             self._children.pop(start.key, None)
             self._kill(start, signal.SIGKILL, our_child=child is not None)  # what the command has left behind
-            start.result = _result(start)
+            if self._isolation.cgroups is None or self._isolation.cgroups.kill(start.key):
+                start.result = _result(start, self._scratch(start.key) / "end")
             return
         now = time.time()
         deadline = None if start.limit_s is None else start.began + start.limit_s
@@ -196,10 +245,10 @@ class HostStarts(Starts):
         return kill_task(start.own, start.boot, number, our_child=is_child)
 
 
-def _result(start: _Start) -> RankResult:
+def _result(start: _Start, end: Path) -> RankResult:
     """How a start ended, by the files that it left."""
     after_s = None if start.warned is None else start.warned - start.began
-    reported = read_exit_report(start.own / "end")
+    reported = read_exit_report(end)
     try:
         status: int | None = int((start.own / "exit").read_text())
     except (OSError, ValueError):
