@@ -49,6 +49,8 @@ class AccessWorld:
     now: list[float]
     tokens: dict[str, str] = field(default_factory=dict)
     """Of each user."""
+    specs: Any = field(default_factory=lambda: SPECS)
+    tenants: Any = field(default_factory=lambda: TENANTS)
 
     def ask(self, user: str | None, method: str, path: str, body: Any = None, **query: Any) -> Any:
         """A request of a user; of nobody if None."""
