@@ -76,6 +76,14 @@ def submit(
     key: Annotated[
         str | None, typer.Option("--key", metavar="TEXT", help="A command is submitted once per key, however often.")
     ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option("--secret", metavar="NAME", help="A secret that a command gets as a variable; repeatable."),
+    ] = None,
+    secret_file: Annotated[
+        list[str] | None,
+        typer.Option("--secret-file", metavar="NAME", help="A secret as a file, which NAME_FILE names; repeatable."),
+    ] = None,
     upload: Annotated[
         bool, typer.Option("--upload", help="Run a command in a copy of this folder, as it is now.")
     ] = False,
@@ -101,6 +109,7 @@ def submit(
         "after": ",".join(after) if after else None,
         "key": key,
         "sizes": sizes,
+        "secret_files": ",".join(secret_file) if secret_file else None,
     }
     site = _site(
         engine, {name: text for name, text in only_service.items() if text is not None}, preemptible, is_command
@@ -108,7 +117,7 @@ def submit(
     if is_command:
         if engine != "service":
             raise UsageError(f"--engine {engine} takes recipes, not commands", hint="--engine service")
-        resources = CommandResources(machines, gpus, cpus, memory_gib)
+        resources = CommandResources(machines, gpus, cpus, memory_gib, (*(secret or ()), *(secret_file or ())))
         request, job = submit_command(what, root, resources, name, site, upload=upload, dry=dry_run)
         if dry_run:
             print_json({"engine": engine, "would_send": job}) if json else print(job, end="")
@@ -118,6 +127,8 @@ def submit(
             print(f"{request.name}: job {job} of {engine}")
             print(next_line(*(command(root, words) for words in ("queue", f"logs {job} --follow", f"cancel {job}"))))
         return
+    if secret or secret_file:
+        raise UsageError("--secret is for commands", hint="recipes: secrets = [...] in engines.toml")
     if upload:
         raise UsageError("--upload is for commands", hint='recipes: code = "staged" in engines.toml')
     recipe, cluster = _recipe_and_cluster(what, on)

@@ -1,6 +1,5 @@
 """`headway up`: starts the service that schedules jobs on a cluster."""
 
-import ipaddress
 import os
 import secrets
 import socket
@@ -15,6 +14,7 @@ import typer
 
 from headway.cli.options import Json, Runs
 from headway.cli.text import next_line, plural, print_json
+from headway.cluster.service.login import is_loopback
 from headway.errors import UsageError
 from headway.track import command, runs_root
 from headway.track.runs import create_private_folder
@@ -105,7 +105,7 @@ def up(
     nodes = [] if no_local_node else [this_machine(gpus, cpus)] if emulate is None else emulated_nodes(emulate, cpus)
     tenants = DEMO_TENANTS if demo else tenants_of(cluster)
     secure = authority = None
-    if tls or tls_cert or not _is_loopback(host):
+    if tls or tls_cert or not is_loopback(host):
         secure, authority = _server_tls(folder / "tls", host, tls_cert, tls_key)
     _serve(
         root,
@@ -181,6 +181,7 @@ def _serve(
     from headway.cluster.service.plane import ControlPlane
     from headway.cluster.service.secret_store import SecretStore, secrets_key
     from headway.cluster.service.single import only_service, publish_address
+    from headway.cluster.service.slow_clients import MOST_CONNECTIONS
     from headway.cluster.service.store import ServiceStore
     from headway.cluster.service.tables import open_database, sqlite_url
     from headway.cluster.service.uploaded_code import CodeStore
@@ -197,7 +198,7 @@ def _serve(
         os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
         store = ServiceStore(engine, points)
         tenants = starting_tenants(store, listed)
-        if not _is_loopback(host):
+        if not is_loopback(host):
             nodes = _of_one_tenant(nodes, [tenant["name"] for tenant in tenants])
         plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)), give_up_after_s=give_up_after)
         for name in plane.set_cluster(nodes, tenants, policy):
@@ -238,9 +239,8 @@ def _serve(
             sys.stdout.flush()
 
         try:
-            serve(
-                app, listener, listening, **({} if tls is None else tls.options() | {"http": PeerCertificateProtocol})
-            )
+            limits = {"http": PeerCertificateProtocol, "limit_concurrency": MOST_CONNECTIONS}
+            serve(app, listener, listening, **limits, **({} if tls is None else tls.options()))
         finally:
             service.close()
         if service.failure is not None:
@@ -277,12 +277,3 @@ def _url(host: str, port: int, secure: bool) -> str:
     """Return where this machine reaches what listens on a host and port."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -26,7 +26,7 @@ from headway.cluster.service.store import ServiceStore
 from headway.cluster.service.tables import open_database, sqlite_url
 
 NODE_TOKEN, ROOT_TOKEN = "n" * 32, "r" * 32
-MACHINE = {"chip": "fake", "gpus": list("0123"), "cpus": 64, "memory_bytes": 2**36}
+MACHINE = {"chip": "fake", "gpus": list("abcd"), "cpus": 64, "memory_bytes": 2**36}
 SPECS = [{"name": name, **MACHINE} for name in ("n1", "n2")]
 TENANTS: list[dict[str, Any]] = [
     {"name": "red", "guarantee": 4},
@@ -49,6 +49,8 @@ class AccessWorld:
     now: list[float]
     tokens: dict[str, str] = field(default_factory=dict)
     """Of each user."""
+    specs: Any = field(default_factory=lambda: SPECS)
+    tenants: Any = field(default_factory=lambda: TENANTS)
 
     def ask(self, user: str | None, method: str, path: str, body: Any = None, **query: Any) -> Any:
         """A request of a user; of nobody if None."""

@@ -11,6 +11,8 @@ pytest.importorskip("sqlalchemy")
 
 from access_world import NODE_TOKEN, AccessWorld, access_world, submission
 
+from headway.cluster.scheduler import wait_reasons
+from headway.cluster.scheduler.start_estimate import StartEstimate
 from headway.cluster.service.roles import PERMISSIONS, SCOPES, Permission
 
 CALLERS = {"viewer": "red-viewer", "member": "red-member", "tenant-admin": "red-admin", "admin": "root"}
@@ -190,13 +192,17 @@ def test_token_may_do_what_its_scopes_cover(world: AccessWorld, scope: Any) -> N
     assert seen == (200 if scope == "read" else 403)
 
 
-def test_answers_hold_nothing_of_other_tenants(tmp_path: Path) -> None:
+def test_answers_hold_nothing_of_other_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate = StartEstimate(60.0, 90.0, (60.0, 90.0))  # instead of simulations of what may come
+    monkeypatch.setattr(wait_reasons, "estimate_start", lambda *_: estimate)
     with access_world(tmp_path) as world:
         job = world.submit("blue-member", name="theirs", gpus=4, machines=2, site={"preemptible": "yes"})
         world.cycle()
         world.ask("root", "PUT", "/api/v1/secrets/blue/THEIR_KEY", {"value": "x"})
         world.run_all()
         mine = world.submit("red-member", name="mine", gpus=4, site={"preemptible": "yes"})
+        world.now[0] += 7200.0  # so long that blue's job yields
+        world.run_all()
         world.cycle()
         assert [row["state"] for row in world.ask("root", "GET", "/api/v1/jobs").json()] == ["ending", "starting"]
         waits = world.submit("red-a-member", name="waits", gpus=4, machines=2)

@@ -9,6 +9,7 @@ from headway.cluster.engines.engine import LaunchRequest, did_you_mean
 from headway.cluster.scheduler.jobs import KINDS, Job
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.service.live_state import LiveState
+from headway.cluster.service.secret_files import names_of_files
 from headway.errors import UsageError
 
 SITE = {
@@ -23,6 +24,7 @@ SITE = {
     "kind": ", ".join(KINDS),
     "sizes": "GPUs and relative speeds, the smallest first, such as 2:1,4:1.9",
     "after": "jobs that must be over first, with commas: JOB (has succeeded) or JOB:any",
+    "secret_files": "secrets to hand over as files, with commas",
     "code": "the SHA-256 of code that was uploaded",
 }
 """Settings that only this engine has."""
@@ -40,6 +42,9 @@ def job_of(request: LaunchRequest, name: str, submit_s: float, tenants: list[str
             raise UsageError(
                 f"job {request.name} sets {what}={_shown(request, what)}; the service has no such setting yet"
             )
+    filed = [name for name in names_of_files(request) if name not in request.secrets]
+    if filed:
+        raise UsageError(f"job {request.name}: secret_files has {filed[0]}, which is none of its secrets")
     preemptible = site.get("preemptible", "no")
     if preemptible not in ("yes", "no"):
         raise UsageError(f"job {request.name}: preemptible is {preemptible!r}", hint="yes or no")
