@@ -1,11 +1,11 @@
 """`headway up`: starts the service that schedules jobs on a cluster."""
 
-import ipaddress
 import os
 import secrets
 import socket
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ import typer
 
 from headway.cli.options import Json, Runs
 from headway.cli.text import next_line, plural, print_json
+from headway.cluster.service.login import is_loopback
 from headway.errors import UsageError
 from headway.track import command, runs_root
 from headway.track.runs import create_private_folder
@@ -21,8 +22,9 @@ from headway.track.runs import create_private_folder
 if TYPE_CHECKING:
     from headway.cluster.service.accounts import Accounts
     from headway.cluster.service.certificates import Authority, ServerTls
+    from headway.cluster.service.webhooks import Webhook
 
-NEEDED = ("fastapi", "sqlalchemy", "uvicorn")
+NEEDED = ("fastapi", "prometheus_client", "sqlalchemy", "uvicorn")
 _ANY = ("0.0.0.0", "::")
 """Hosts that stand for all addresses of this machine."""
 
@@ -68,6 +70,9 @@ def up(
     database: Annotated[
         str | None, typer.Option("--database", metavar="URL", help="PostgreSQL (default: SQLite beside the runs).")
     ] = None,
+    webhooks: Annotated[
+        Path | None, typer.Option("--webhooks", metavar="FILE", help="TOML with addresses that are told of events.")
+    ] = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
@@ -87,6 +92,7 @@ def up(
     from headway.cluster.service.connection import service_folder
     from headway.cluster.service.demo import DEMO_SHAPE, DEMO_SPEED, DEMO_TENANTS
     from headway.cluster.service.local_cluster import emulated_nodes, tenants_of, this_machine
+    from headway.cluster.service.webhooks import read_webhooks
 
     if policy not in POLICIES:
         raise UsageError(f"unknown policy {policy!r}", hint=f"one of {', '.join(POLICIES)}")
@@ -99,7 +105,7 @@ def up(
     nodes = [] if no_local_node else [this_machine(gpus, cpus)] if emulate is None else emulated_nodes(emulate, cpus)
     tenants = DEMO_TENANTS if demo else tenants_of(cluster)
     secure = authority = None
-    if tls or tls_cert or not _is_loopback(host):
+    if tls or tls_cert or not is_loopback(host):
         secure, authority = _server_tls(folder / "tls", host, tls_cert, tls_key)
     _serve(
         root,
@@ -109,6 +115,7 @@ def up(
         authority,
         nodes,
         tenants,
+        [] if webhooks is None else read_webhooks(webhooks),
         policy,
         database,
         speed,
@@ -155,6 +162,7 @@ def _serve(
     authority: "Authority | None",
     nodes: list[dict[str, Any]],
     listed: list[dict[str, Any]] | None,
+    webhooks: list["Webhook"],
     policy: str,
     database: str | None,
     speed: float,
@@ -189,12 +197,13 @@ def _serve(
         os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
         store = ServiceStore(engine, points)
         tenants = starting_tenants(store, listed)
-        if not _is_loopback(host):
+        if not is_loopback(host):
             nodes = _of_one_tenant(nodes, [tenant["name"] for tenant in tenants])
         plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)), give_up_after_s=give_up_after)
         for name in plane.set_cluster(nodes, tenants, policy):
             print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
-        service = LiveService(store, plane, lambda line: print(line, file=sys.stderr, flush=True))
+        log = partial(print, file=sys.stderr, flush=True)
+        service = LiveService(store, plane, log, history=folder / "history", webhooks=webhooks)
         accounts = Accounts(store, time.time)
         token = _first_token(accounts, folder / TOKEN)
         app = make_app(
@@ -268,12 +277,3 @@ def _url(host: str, port: int, secure: bool) -> str:
     """Return where this machine reaches what listens on a host and port."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

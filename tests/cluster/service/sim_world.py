@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from sqlalchemy import event, select
+from sqlalchemy import Row, event, select
 
 from headway.cluster.engines.engine import OVER, LaunchRequest
 from headway.cluster.engines.submissions import request_from_json
@@ -25,7 +26,7 @@ from headway.cluster.service.node import ClusterNode, Starts
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.store import ServiceStore, Superseded
-from headway.cluster.service.tables import jobs, open_database, ranks
+from headway.cluster.service.tables import dependencies, jobs, open_database, ranks
 from headway.errors import EngineError
 
 NODES = [
@@ -135,6 +136,8 @@ class World:
     processes: list[Process] = field(default_factory=list)
     submitted: list[str] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
+    ended: dict[str, float] = field(default_factory=dict)
+    """When each process was found to have ended, at the latest."""
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -186,7 +189,7 @@ class World:
 
     def submit(self, plane: ControlPlane) -> None:
         rng = self.rng
-        machines = rng.choice((1, 1, 1, 2, 3))
+        machines, tenant = rng.choice((1, 1, 1, 2, 3)), rng.choice(("red", "blue"))
         request = LaunchRequest(
             f"job-{len(self.submitted)}",
             ("run", str(rng.choice((10.0, 100.0, 1000.0))), str(rng.choice((0, 0, 0, 0, 3)))),
@@ -199,9 +202,10 @@ class World:
             array=rng.choice((None, None, None, 3)),
             at_once=rng.choice((None, 1)),
             site={
-                "tenant": rng.choice(("red", "blue")),
+                "tenant": tenant,
                 "priority": str(rng.choice((0, 0, 5))),
                 "preemptible": rng.choice(("yes", "yes", "no")),
+                "after": self.some_job_of(tenant) or "",
             },
         )
         key = request.name
@@ -213,6 +217,18 @@ class World:
         with self.engine.connect() as connection:
             names = connection.execute(select(jobs.c.id).where(jobs.c.state.not_in(OVER))).scalars().all()
         return self.rng.choice(names) if names else None
+
+    def some_job_of(self, tenant: str) -> str | None:
+        """A dependency of a job of this tenant, for some jobs."""
+        if self.rng.random() < 0.8:
+            return None
+        with self.engine.connect() as connection:
+            names = connection.execute(select(jobs.c.id).where(jobs.c.tenant == tenant)).scalars().all()
+        return f"{self.rng.choice(names)}:{self.rng.choice(('ok', 'any'))}" if names else None
+
+    def set_priority(self, plane: ControlPlane) -> None:
+        if (job := self.some_job()) is not None:
+            plane.set_priority(job, self.rng.choice((-1, 0, 5, 9)))
 
     def cancel(self, plane: ControlPlane) -> None:
         if (job := self.some_job()) is not None:
@@ -328,6 +344,7 @@ class World:
     def run_processes(self) -> None:
         for process in self.processes:
             if not process.alive:
+                self.ended.setdefault(process.key, self.time)
                 continue
             after_s = None if process.warned is None else process.warned - process.began
             if process.told is not None and self.time >= process.told + process.request.grace_s:
@@ -342,7 +359,7 @@ class World:
         if self._lossy(0.01):
             self.skew += rng.choice((-100.0, 20.0, 3600.0))
         self.run_processes()
-        acts = ("cycle",) * 10 + ("submit",) * 4 + ("cancel", "hold", "release", "warn_job")
+        acts = ("cycle",) * 10 + ("submit",) * 4 + ("cancel", "hold", "release", "warn_job", "set_priority")
         acts += ("cordon", "uncordon", "uncordon", "drain", "maintain")
         calm = ("cycle", "cycle", "cycle", "cycle", "release", "uncordon")
         self.serve(rng.choice(acts if self.faults else calm))
@@ -393,6 +410,21 @@ class World:
             left = connection.execute(select(jobs.c.id, jobs.c.state, jobs.c.reason).where(jobs.c.state.not_in(OVER)))
             raise AssertionError(f"jobs never end: {left.all()}, on disk {self.disks}")
 
+    def _check_dependencies(self, rows: "dict[str, Row[Any]]") -> None:
+        """No job began before what it waits for was over, nor at all if that had to succeed and did not."""
+        with self.engine.connect() as connection:
+            pairs = connection.execute(select(dependencies)).all()
+        for pair in pairs:
+            needed = [row for row in rows.values() if pair.needs in (row.id, row.array)]
+            began = [process.began for process in self.processes if process.key.split(":")[0] == pair.job]
+            succeeded = all(row.state == "finished" for row in needed)
+            assert needed
+            assert not began or pair.condition == "any" or succeeded, pair
+            self.seen["dependencies"] += 1
+            for name in (row.id for row in needed):
+                ends = [self.ended[process.key] for process in self.processes if process.key.split(":")[0] == name]
+                assert not began or min(began) >= max(ends, default=0.0), pair
+
     def check_ends(self) -> None:
         """Every job that was ever accepted has ended once, as its command did."""
         with self.engine.connect() as connection:
@@ -403,6 +435,7 @@ class World:
         assert all(count == (json.loads(row.request)["array"] or 1) for row in rows for count in [counts[row.name]]), (
             done
         )
+        self._check_dependencies({row.id: row for row in rows})
         for row in rows:
             mine = [process for process in self.processes if process.key.split(":")[0] == row.id]
             statuses = {process.result.status for process in mine if process.result is not None}
@@ -410,7 +443,7 @@ class World:
             if row.state == "finished":
                 assert 0 in statuses, (row, mine)
             elif row.state == "cancelled":
-                assert row.id in self.cancelled, row
+                assert row.id in self.cancelled or "which had to succeed first" in row.reason, row
             else:
                 assert row.state == "failed", row
                 assert statuses & {3, 138, 137, None}, (row, mine)

@@ -14,9 +14,11 @@ from headway.cluster.service.access_guard import AccessGuard, GuardSettings
 from headway.cluster.service.access_routes import Caller, ErrorAnswer, add_access_routes
 from headway.cluster.service.accounts import Accounts
 from headway.cluster.service.certificates import Authority
-from headway.cluster.service.demand import job_of
+from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
+from headway.cluster.service.new_jobs import NewJob
 from headway.cluster.service.node_routes import add_code_routes, add_node_routes
+from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
 from headway.cluster.service.tenant_routes import add_tenant_routes
@@ -25,6 +27,8 @@ from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tena
 from headway.cluster.service.visibility import own_explanation, own_node
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
 
+MOST_AT_ONCE = 100
+"""Submissions of one batch."""
 JobName = Annotated[str, Path(min_length=1, max_length=200, description="Id, array, or name of the newest such job.")]
 ERRORS = {
     400: "What was asked for cannot be: the sentence says why.",
@@ -47,6 +51,25 @@ class JobSubmission(BaseModel):
     secrets: dict[str, str] = {}
     key: str | None = Field(default=None, min_length=1, max_length=200)
     dry: bool = False
+
+    def new_job(self, caller: Principal, tenants: frozenset[str] | None) -> NewJob:
+        """What is to be queued for a caller who sees these tenants."""
+        request = own_request(request_from_json(self.request), caller, tenants)
+        return NewJob(request, self.secrets, own_key(self.key, caller))
+
+
+class JobBatch(BaseModel):
+    """Jobs to queue together, all or none."""
+
+    model_config = ConfigDict(extra="forbid")
+    jobs: Annotated[list[JobSubmission], Field(min_length=1, max_length=MOST_AT_ONCE)]
+
+
+class PriorityRequest(BaseModel):
+    """A new priority."""
+
+    model_config = ConfigDict(extra="forbid")
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 
 
 class SignalRequest(BaseModel):
@@ -79,6 +102,7 @@ def make_app(
     app.add_exception_handler(ValidationError, _invalid)
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
+    add_operation_routes(app, service)
     add_node_routes(app, service, authority)
     if code is not None:
         add_code_routes(app, service, code)
@@ -111,11 +135,18 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
 
     @app.post("/api/v1/jobs")
     def submit(submission: JobSubmission, caller: Caller) -> dict[str, Any]:
-        request = own_request(request_from_json(submission.request), caller, tenants_of(caller))
+        new = submission.new_job(caller, tenants_of(caller))
         if submission.dry:
-            plane.cluster.check_job(job_of(request, request.name, plane.now_s, plane.cluster.tenants))
+            plane.cluster.check_job(job_of(new.request, new.request.name, plane.now_s, plane.cluster.tenants))
             return {"id": None}
-        return {"id": plane.submit(request, submission.secrets, own_key(submission.key, caller))}
+        return {"id": plane.submit_all([new])[0]}
+
+    @app.post("/api/v1/jobs:batch")
+    def submit_batch(batch: JobBatch, caller: Caller) -> dict[str, Any]:
+        if any(submission.dry for submission in batch.jobs):
+            raise UsageError("a batch cannot be tried", hint="leave dry out")
+        tenants = tenants_of(caller)
+        return {"ids": plane.submit_all([submission.new_job(caller, tenants) for submission in batch.jobs])}
 
     @app.get("/api/v1/jobs")
     def jobs(
@@ -142,6 +173,11 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
         plane.signal(to_change(job, caller), body.number)
         return listed(job, caller)
 
+    @app.post("/api/v1/jobs/{job}/priority")
+    def set_priority(job: JobName, body: PriorityRequest, caller: Caller) -> dict[str, Any]:
+        changed = plane.set_priority(to_change(job, caller), body.priority)
+        return {"changed": changed, "jobs": listed(job, caller)}
+
     @app.post("/api/v1/jobs/{job}/{verb}")
     def change(job: JobName, verb: Literal["cancel", "hold", "release"], caller: Caller) -> dict[str, Any]:
         name, done = to_change(job, caller), True
@@ -167,8 +203,8 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
             return [own_node(node, mine) for node in list_nodes(connection)]
 
     @app.get("/api/v1/record")
-    def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> Any:
-        return list(plane.lines[after : after + limit])
+    def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000) -> Any:
+        return plane.lines[max(after, plane.lines.first) :][:limit]
 
 
 def _headway_error(_: Request, error: Exception) -> JSONResponse:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from headway.cluster.service.login import login_file, read_login
 from headway.errors import EngineError, EngineUnreachable, UsageError
 
 ADDRESS = "service.json"
@@ -161,7 +162,7 @@ def _error(status: int, data: bytes, url: str) -> EngineError | UsageError:
     except (ValueError, KeyError, TypeError):
         return EngineError(f"the service at {url} answered with status {status}")
     if status == 401:
-        return UsageError(f"the service at {url} refused the token", hint="is it the service of this --runs folder?")
+        return UsageError(f"the service at {url} refused the token", hint="headway login URL --token-file FILE")
     return (UsageError if fields.get("kind") == "usage" else EngineError)(message, hint=hint)
 
 
@@ -171,17 +172,27 @@ def service_folder(runs: Path) -> Path:
 
 
 def connect(runs: Path, timeout_s: float = TIMEOUT_S) -> ServiceConnection:
-    """Connect to the service of a folder of runs."""
+    """Connect to the service of a folder of runs, else to the one that the user has logged in to."""
     folder = service_folder(runs)
+    login = None if (folder / ADDRESS).exists() else read_login(login_file())
+    if login is not None:
+        return ServiceConnection(login.url, login.token, timeout_s, fingerprint=login.fingerprint)
     try:
         address = json.loads((folder / ADDRESS).read_text())
         url, fingerprint = address["url"], address.get("fingerprint")
         token = (folder / TOKEN).read_text().strip()
     except FileNotFoundError:
-        raise EngineUnreachable(f"no service has been started for {runs}", hint="start one with headway up") from None
+        raise EngineUnreachable(
+            f"no service has been started for {runs}", hint="start one with headway up, or headway login URL"
+        ) from None
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"cannot read {folder}: {error}") from None
     return ServiceConnection(url, token, timeout_s, fingerprint=fingerprint)
+
+
+def path_of(kind: str, *names: str) -> str:
+    """The path of something by its names, such as a user's."""
+    return "/".join([f"/api/v1/{kind}", *(quote(name, safe="") for name in names)])
 
 
 def node_path(node: str, *verb: str) -> str:

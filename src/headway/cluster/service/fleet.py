@@ -8,7 +8,7 @@ orders are to kill these, and nothing new starts there until its report says tha
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -42,7 +42,7 @@ class JobControl(Protocol):
         """Unix seconds."""
         ...
 
-    def nodes_changed(self) -> None:
+    def nodes_changed(self, names: Iterable[str] | None = None) -> None:
         """Have nodes and the scheduler look again."""
         ...
 
@@ -140,6 +140,7 @@ class Fleet:
                 if self._is_given_up(name):  # it may have reported meanwhile
                     self._give_up(transaction, name)
             self._record_windows(transaction)
+        self._control.nodes_changed({*new, *gone, *transaction.nodes})
 
     def _is_given_up(self, name: str) -> bool:
         return self.silence.silent_s(name) > self.give_up_after_s

@@ -34,6 +34,7 @@ from headway.cluster.service.isolation import Isolation, make_scratch, remove_sc
 from headway.cluster.service.messages import StartReport, WantedStart
 from headway.cluster.service.node import Starts
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.secret_files import names_of_files, write_secret_files
 from headway.cluster.service.uploaded_code import CodeStore, cached, unpack
 from headway.track.access import umask_of
 
@@ -115,13 +116,14 @@ class HostStarts(Starts):
         }
         variables |= {"HEADWAY_END": str(self._scratch(wanted.key) / "end")} if len(wanted.machines) > 1 else {}
         variables |= {} if wanted.index is None else {"HEADWAY_ARRAY_INDEX": str(wanted.index)}
+        variables |= self._secrets(wanted, request)
         with umask_of(request.folder), start_lock(own / "lock"):
             self._children[wanted.key] = subprocess.Popen(
                 ["bash", str(own / "start.sh")],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**variables, **(wanted.secrets or {})},
+                env=variables,
                 pass_fds=[LOCK_FD],
                 start_new_session=True,
             )
@@ -158,6 +160,18 @@ class HostStarts(Starts):
     def _scratch(self, key: str) -> Path:
         return self._folder / "scratch" / key
 
+    def _secret_folder(self, key: str) -> Path:
+        return self._folder / "secrets" / key
+
+    def _secrets(self, wanted: WantedStart, request: LaunchRequest) -> dict[str, str]:
+        """The secrets of a start as variables: their values, or the files that have them."""
+        values, filed = dict(wanted.secrets or {}), names_of_files(request)
+        files = {name: values.pop(name) for name in filed if name in values}
+        if not files:
+            return values
+        user = self._isolation.user(wanted.tenant)
+        return values | write_secret_files(self._secret_folder(wanted.key), files, user)
+
     def signal(self, key: str, numbers: tuple[int, ...]) -> None:
         """See Starts."""
         start = self._starts.get(key)
@@ -191,6 +205,7 @@ class HostStarts(Starts):
         (start.own / "start.json").unlink(missing_ok=True)  # first: half a folder is no start
         shutil.rmtree(start.own, ignore_errors=True)
         remove_scratch(self._scratch(key))
+        remove_scratch(self._secret_folder(key))
         if self._isolation.cgroups is not None:
             self._isolation.cgroups.remove(key)
 
@@ -221,6 +236,7 @@ class HostStarts(Starts):
             self._kill(start, signal.SIGKILL, our_child=child is not None)  # what the command has left behind
             if self._isolation.cgroups is None or self._isolation.cgroups.kill(start.key):
                 start.result = _result(start, self._scratch(start.key) / "end")
+                remove_scratch(self._secret_folder(start.key))
             return
         now = time.time()
         deadline = None if start.limit_s is None else start.began + start.limit_s

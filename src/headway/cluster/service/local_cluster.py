@@ -56,7 +56,7 @@ def emulated_nodes(shape: str, cpus: int | None = None) -> list[dict[str, Any]]:
 
 def starting_tenants(store: ServiceStore, listed: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """The tenants that a service starts with, given those of its file (None: it has none)."""
-    recorded = next((line["cluster"]["tenants"] for line in reversed(store.lines) if "cluster" in line), None)
+    recorded = None if store.lines.cluster is None else store.lines.cluster["tenants"]
     if listed is None:
         return tenants_at_start(None, None, recorded, DEFAULT_TENANTS)
     mine, text = facts.c.name == _LISTED, json.dumps(listed)

@@ -1,6 +1,5 @@
 """The API of nodes: joining, reports, and what operators ask of them."""
 
-import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Request, Response
@@ -23,7 +22,6 @@ from headway.cluster.service.peer_certificate import PEER
 from headway.cluster.service.uploaded_code import CodeStore
 from headway.errors import EngineError
 
-POLL_S = 0.02
 LONGEST_WAIT_S = 10.0
 Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="SHA-256 of an archive of code.")]
 _ARCHIVE = {
@@ -96,11 +94,10 @@ def add_node_routes(app: FastAPI, service: LiveService, authority: Authority | N
     async def sync(body: NodeSync, request: Request) -> Any:
         report = REPORT.validate_python(body.report)
         check_protocol(report.node, body.protocol, "")
-        waited = 0.0
-        while body.version == plane.changes and waited < body.wait_s and not service.stopping.is_set():
-            await asyncio.sleep(POLL_S)
-            waited += POLL_S
-        version = plane.changes
+        changes = plane.node_changes
+        if body.version is not None:
+            await changes.wait(report.node, body.version, body.wait_s, service.stopping)
+        version = changes.version(report.node)
         orders = await run_in_threadpool(plane.sync, report, request.scope.get(PEER))
         return {"version": version, "orders": to_jsonable_python(orders)}
 

@@ -8,31 +8,47 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from secrets import token_bytes
 from typing import Any
 
-from sqlalchemy import Row, delete, func, insert, or_, select, update
+from sqlalchemy import Row, bindparam, delete, func, insert, or_, select, update
 
 from headway.cluster.engines.engine import CANCELLED, OVER, LaunchRequest, cannot_signal
-from headway.cluster.engines.submissions import request_to_json
 from headway.cluster.scheduler.nodes import DRAIN_LEAD_S
-from headway.cluster.service.demand import EmptyCluster, job_of
+from headway.cluster.service.demand import EmptyCluster, job_of, tenant_of
 from headway.cluster.service.exits import finish_if_exited
 from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet, is_elsewhere
 from headway.cluster.service.grants import LiveDecision
-from headway.cluster.service.live_state import decided_line, job_from_json, job_to_json
+from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart, start_key
+from headway.cluster.service.new_jobs import NewJob, queue_jobs
+from headway.cluster.service.node_changes import NodeChanges
 from headway.cluster.service.node_state import node_state, unwanted_starts
+from headway.cluster.service.offers import find_offers, record_offers
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.record_lines import RecordLines
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
+from headway.cluster.service.tables import allocations, jobs, node_conditions, nodes, ranks, tenant_secrets
 from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
 ALIVE = ("starting", "running", "ending")
 RESULT = RankResult.__dataclass_fields__
+
+_KNOWN: Any = (
+    select(nodes.c.name, nodes.c.state, *node_conditions.c["cordoned", "problems", "fingerprint"])
+    .select_from(nodes.outerjoin(node_conditions, node_conditions.c.name == nodes.c.name))
+    .where(nodes.c.name == bindparam("name"))
+)
+"""State and conditions of a node."""
+_WANTED: Any = (
+    select(*ranks.c, jobs.c.request, jobs.c.array, jobs.c.tenant, jobs.c.state.label("job_state"))
+    .join(jobs, jobs.c.id == ranks.c.job)
+    .where((ranks.c.node == bindparam("name")) & ranks.c.state.in_(("issued", "running")))
+)
+"""The starts that a node should know."""
 
 
 class ControlPlane:
@@ -53,35 +69,33 @@ class ControlPlane:
         plane only."""
         self._store, self._clock, self._speed = store, clock, speed
         self._began = clock()
-        self._offset = float(store.lines[-1]["at"]) if store.lines else 0.0
+        self._offset = store.lines.last_at
         self._cluster: EmptyCluster | None = None
         self.secrets = secrets or SecretStore(token_bytes(KEY_BYTES))
         self.fleet = Fleet(store, self, speed=speed, give_up_after_s=give_up_after_s, monotonic=monotonic)
         """The nodes, for operators."""
-        self.changes, self.changed = 0, threading.Event()
-        """Grows with every change that nodes or the scheduler should look at, which the event then tells."""
+        self.node_changes, self.changed = NodeChanges(), threading.Event()
+        """Changes that nodes should look at, and whether the scheduler should."""
+        self._heard: dict[str, tuple[int, str | None, NodeReport, NodeOrders]] = {}
+        """What each node last reported at which version, as whom, and its orders: repeating it needs no database."""
 
     @property
     def now_s(self) -> float:
         """The scheduler's time: it never goes back, and stands still while no service runs."""
-        last = float(self._store.lines[-1]["at"]) if self._store.lines else 0.0
-        return max(self._offset + (self._clock() - self._began) * self._speed, last)
+        return max(self._offset + (self._clock() - self._began) * self._speed, self._store.lines.last_at)
 
     @property
     def wall_s(self) -> float:
         """Unix seconds."""
         return self._clock()
 
-    def nodes_changed(self) -> None:
-        """Have nodes and the scheduler look again: what is wanted of them has changed."""
-        self._note_change()
-
-    def _note_change(self) -> None:
-        self.changes += 1
+    def nodes_changed(self, names: Iterable[str] | None = None) -> None:
+        """Have the scheduler look again, and those of these nodes (None: all) for which something has changed."""
+        self.node_changes.note(names)
         self.changed.set()
 
     @property
-    def lines(self) -> Sequence[Mapping[str, Any]]:
+    def lines(self) -> RecordLines:
         """The record so far."""
         return self._store.lines
 
@@ -125,7 +139,7 @@ class ControlPlane:
         with self._store.read() as connection:
             elsewhere = select(node_conditions.c.name).where(node_conditions.c.fingerprint.is_not(None))
             self.fleet.silence.hear(*(spec["name"] for spec in specs), *connection.execute(elsewhere).scalars())
-        self._note_change()
+        self.nodes_changed()
         return unchanged
 
     def record_nodes(self, transaction: Transaction) -> None:
@@ -137,7 +151,7 @@ class ControlPlane:
     def node_joined(self, name: str) -> None:
         """Expect reports of a node."""
         self.fleet.silence.hear(name)
-        self._note_change()
+        self.nodes_changed()
 
     def change_tenants(self, change: Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]) -> None:
         """Replace the tenants by what `change` makes of them; their running jobs go on."""
@@ -145,7 +159,7 @@ class ControlPlane:
             before = self.cluster.values
             cluster = self._record_cluster(transaction, before | {"tenants": list(change(before["tenants"]))})
         self._cluster = cluster
-        self._note_change()
+        self.nodes_changed()
 
     def _record_cluster(
         self, transaction: Transaction, values: Mapping[str, Any], *, whole: bool = True
@@ -159,8 +173,7 @@ class ControlPlane:
             )
         cluster = EmptyCluster(values, whole=whole)
         transaction.execute(delete(tenant_secrets).where(tenant_secrets.c.tenant.not_in(cluster.tenants)))
-        before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
-        if cluster.values != before:
+        if cluster.values != self._store.lines.cluster:
             transaction.add_lines([{"at": self.now_s, "cluster": cluster.values}])
         return cluster
 
@@ -177,37 +190,21 @@ class ControlPlane:
 
     def submit(self, request: LaunchRequest, secrets: Mapping[str, str] | None = None, key: str | None = None) -> str:
         """Queue a job, or the tasks of an array, and return its id; repeating a `key` returns the same id."""
+        return self.submit_all([NewJob(request, secrets or {}, key)])[0]
+
+    def submit_all(self, submissions: Sequence[NewJob]) -> list[str]:
+        """Queue jobs, all or none, and return their ids in order."""
         now, tenants = self.now_s, self.cluster.tenants
-        self.cluster.check_job(job_of(request, request.name, now, tenants))
+        for new in submissions:
+            self.cluster.check_job(job_of(new.request, new.request.name, now, tenants))
         with self._store.write() as transaction:
-            if key is not None:
-                known = transaction.execute(select(jobs.c.id, jobs.c.array).where(jobs.c.key == key)).first()
-                if known is not None:
-                    return str(known.array or known.id)
             number = (transaction.execute(select(func.max(jobs.c.number))).scalar() or 0) + 1
-            names = [f"{number}_{task}" for task in range(request.array)] if request.array else [str(number)]
-            rows = []
-            for task, name in enumerate(names):
-                job = job_of(request, name, now, tenants)
-                rows.append(
-                    {
-                        "id": name,
-                        "number": number + task,
-                        "name": request.name,
-                        "tenant": job.tenant,
-                        "request": json.dumps(request_to_json(request)),
-                        "demand": json.dumps(job_to_json(job)),
-                        "state": "waiting",
-                        "submitted": self._clock(),
-                        "array": str(number) if request.array else None,
-                        "at_once": request.at_once,
-                        "key": key if task == 0 else None,
-                    }
-                )
-            transaction.execute(insert(jobs), rows)
-            self._keep_secrets(transaction, request, names, job.tenant, secrets or {})
-        self._note_change()
-        return str(number)
+            queued = queue_jobs(transaction, submissions, number, now, self._clock(), tenants)
+            for new, names in queued.added:
+                tenant = tenant_of(new.request, tenants)
+                self._keep_secrets(transaction, new.request, names, tenant, new.secrets)
+        self.nodes_changed(())
+        return queued.ids
 
     def _keep_secrets(
         self,
@@ -242,7 +239,7 @@ class ControlPlane:
                     drop_job_secrets(transaction, row.id)
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "exited": row.id}])
-        self._note_change()
+        self.nodes_changed(transaction.nodes)
 
     def hold(self, name: str, held: bool = True) -> bool:
         """Keep waiting jobs from starting, or release them; False if there is nothing to do."""
@@ -254,7 +251,22 @@ class ControlPlane:
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(held=held))
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "hold" if held else "unhold": row.id}])
-        self._note_change()
+        self.nodes_changed(())
+        return done
+
+    def set_priority(self, name: str, priority: int) -> bool:
+        """Change the priority of jobs that are not over; False if there is nothing to do."""
+        done = False
+        with self._store.write() as transaction:
+            for row in self._rows(transaction, name):
+                demand = json.loads(row.demand)
+                if row.state in OVER or demand.get("priority", 0) == priority:
+                    continue
+                done, text = True, json.dumps(demand | {"priority": priority})
+                transaction.execute(update(jobs).where(jobs.c.id == row.id).values(demand=text))
+                if row.offered:
+                    transaction.add_lines([{"at": self.now_s, "priority": row.id, "to": priority}])
+        self.nodes_changed(())
         return done
 
     def signal(self, name: str, number: int) -> None:
@@ -269,7 +281,7 @@ class ControlPlane:
                 for rank in transaction.execute(select(ranks).where(where)).all():
                     sent = json.dumps([*json.loads(rank.signals), int(signal.Signals(number))])
                     transaction.execute(update(ranks).where(where & (ranks.c.rank == rank.rank)).values(signals=sent))
-        self._note_change()
+        self.nodes_changed()
 
     def _rows(self, transaction: Transaction, name: str) -> list[Row[Any]]:
         """The job of an id, or the tasks of an array."""
@@ -283,6 +295,7 @@ class ControlPlane:
             transaction.add_lines([{"at": self.now_s, "stopping": row.id}])
         mine = (ranks.c.job == row.id) & (ranks.c.start == row.starts)
         transaction.execute(update(ranks).where(mine & (ranks.c.state == "granted")).values(state="exited"))
+        transaction.nodes.update(transaction.execute(select(ranks.c.node).where(mine)).scalars())
         self.finish_job(transaction, row.id)
 
     def stop_job(self, transaction: Transaction, row: Row[Any], why: str) -> None:
@@ -298,9 +311,14 @@ class ControlPlane:
     def sync(self, report: NodeReport, peer: str | None = None) -> NodeOrders:
         """Take a node's report, and return everything that is wanted of it. `peer` is the fingerprint of the
         certificate that was shown; this machine's own nodes have none."""
+        version = self.node_changes.version(report.node)
+        heard = self._heard.get(report.node)
+        if heard is not None and heard[:3] == (version, peer, report):
+            self.fleet.silence.hear(report.node)
+            return heard[3]
         with self._store.read() as connection:
-            known = connection.execute(_known(report.node)).first()
-            rows = _by_key(connection.execute(_wanted(report.node)).all())
+            known = connection.execute(_KNOWN, {"name": report.node}).first()
+            rows = _by_key(connection.execute(_WANTED, {"name": report.node}).all())
         if known is None:
             raise UsageError(f"unknown node '{report.node}'", hint="it was removed: headway node join")
         if known.fingerprint != peer:
@@ -312,20 +330,23 @@ class ControlPlane:
         problems = json.dumps(report.problems)
         if _news(report, rows) or known.state != _state(report, rows, known) or (known.problems or "[]") != problems:
             with self._store.write() as transaction:  # with what holds now: it may have been given up meanwhile
-                known = transaction.execute(_known(report.node)).one()
-                rows = _by_key(transaction.execute(_wanted(report.node)).all())
+                known = transaction.execute(_KNOWN, {"name": report.node}).one()
+                rows = _by_key(transaction.execute(_WANTED, {"name": report.node}).all())
                 self.fleet.set_problems(transaction, report.node, problems)
                 self.fleet.set_state(transaction, report.node, _state(report, rows, known))
                 for start in _news(report, rows):
                     self._take_report(transaction, rows[start.key], start.state, start.result)
-                rows = _by_key(transaction.execute(_wanted(report.node)).all())
-            self._note_change()
+                rows = _by_key(transaction.execute(_WANTED, {"name": report.node}).all())
+            self.nodes_changed({report.node, *transaction.nodes})
         if unwanted_starts(report, rows):  # they are killed first
             begun = {start.key for start in report.starts}
             rows = {key: row for key, row in rows.items() if key in begun}
         values = self._secret_values(list(rows.values()))
         starts = tuple(_wanted_start(row, values) for row in rows.values())
-        return NodeOrders(self._store.epoch, self._store.cluster, starts, self.fleet.give_up_after_s)
+        orders = NodeOrders(self._store.epoch, self._store.cluster, starts, self.fleet.give_up_after_s)
+        if not any(values.values()):
+            self._heard[report.node] = version, peer, report, orders
+        return orders
 
     def check_code(self, digest: str, peer: str | None) -> None:
         """Raise UsageError unless a node has a job with this code; this machine's own nodes are trusted with all."""
@@ -381,18 +402,14 @@ class ControlPlane:
         """Offer new jobs to the scheduler, and note nodes that do not report any more."""
         self.fleet.look()
         with self._store.read() as connection:
-            offers = _to_offer(connection.execute(_unoffered()).all(), connection.execute(_array_counts()).all())
-        if not offers:
+            offers = find_offers(connection)
+        if offers is None:
             return
         with self._store.write() as transaction:
-            lines = list[dict[str, Any]]()
-            for row in offers:
-                mine = (jobs.c.id == row.id) & ~jobs.c.offered & (jobs.c.state == "waiting")
-                if transaction.execute(update(jobs).where(mine).values(offered=True)).rowcount:
-                    job = job_from_json(json.loads(row.demand))
-                    lines.append({"at": self.now_s, "job": job_to_json(job)})
-                    lines += [{"at": self.now_s, "hold": row.id}] if row.held else []
-            transaction.add_lines(lines)
+            for name in record_offers(transaction, offers, self.now_s, self._clock()):
+                drop_job_secrets(transaction, name)
+        if offers.refused:
+            self.nodes_changed(())  # others may wait for these
 
     def waits(self) -> bool:
         """Whether a job waits that the scheduler may start, or has to leave its node."""
@@ -422,7 +439,7 @@ class ControlPlane:
                 for decision in acted:
                     if decision.kind == "start":
                         self._grant(transaction, decision)
-        self._note_change()
+        self.nodes_changed(transaction.nodes)
         return True
 
     def _grant(self, transaction: Transaction, decision: LiveDecision) -> None:
@@ -433,6 +450,12 @@ class ControlPlane:
         values["reason"] = _starting_reason(decision)
         transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(values))
         transaction.execute(delete(ranks).where(ranks.c.job == decision.job))
+        spec = transaction.execute(select(nodes.c.spec).where(nodes.c.name == decision.grant[0][0])).scalar_one()
+        job = transaction.execute(select(jobs.c.tenant, jobs.c.demand).where(jobs.c.id == decision.job)).one()
+        held = {"tenant": job.tenant, "chip": json.loads(spec)["chip"], "began": self._clock()}
+        held["gpus"] = sum(len(ids) for _, ids in decision.grant)
+        held["cpus"] = len(decision.grant) * json.loads(job.demand).get("cpus", 0.0)
+        transaction.execute(insert(allocations).values(job=decision.job, start=number, **held))
         machines = json.dumps([node for node, _ in decision.grant])
         fields = {"job": decision.job, "start": number, "state": "granted", "machines": machines}
         fields["after"] = json.dumps(sorted(starts.items()))
@@ -451,7 +474,8 @@ class ControlPlane:
             granted = connection.execute(select(ranks).where(ranks.c.state == "granted")).all()
             if not granted:
                 return 0
-            running = select(ranks.c.job, ranks.c.start).where(ranks.c.state != "exited")
+            before = {job for row in granted for job, _ in json.loads(row.after)}
+            running = select(ranks.c.job, ranks.c.start).where((ranks.c.state != "exited") & ranks.c.job.in_(before))
             alive = {(row.job, row.start) for row in connection.execute(running)}
         ready = {row.job for row in granted if not alive & {(job, start) for job, start in json.loads(row.after)}}
         if not ready:
@@ -459,7 +483,7 @@ class ControlPlane:
         with self._store.write() as transaction:
             mine = ranks.c.job.in_(ready) & (ranks.c.state == "granted")
             transaction.execute(update(ranks).where(mine).values(state="issued"))
-        self._note_change()
+        self.nodes_changed({row.node for row in granted if row.job in ready})
         return len(ready)
 
 
@@ -489,13 +513,6 @@ def _starting_reason(decision: LiveDecision) -> str:
     return f"starting on {on}" + (" once what runs there has exited" if decision.after else "")
 
 
-def _known(node: str) -> Any:
-    """Query the state and conditions of a node."""
-    columns = (nodes.c.name, nodes.c.state, node_conditions.c.cordoned, node_conditions.c.problems)
-    joined = nodes.outerjoin(node_conditions, node_conditions.c.name == nodes.c.name)
-    return select(*columns, node_conditions.c.fingerprint).select_from(joined).where(nodes.c.name == node)
-
-
 def _state(report: NodeReport, wanted: Mapping[str, Any], known: Row[Any]) -> str:
     fenced = bool(unwanted_starts(report, wanted))
     return node_state(reports=True, fenced=fenced, cordoned=bool(known.cordoned), problems=report.problems)
@@ -514,38 +531,3 @@ def _by_key(rows: Sequence[Row[Any]]) -> dict[str, Row[Any]]:
 
 def _order(state: str) -> int:
     return ("granted", "issued", "running", "exited").index(state)
-
-
-def _wanted(node: str) -> Any:
-    """Query the starts that a node should know."""
-    columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.tenant, jobs.c.state.label("job_state"))
-    where = (ranks.c.node == node) & ranks.c.state.in_(("issued", "running"))
-    return select(*columns).join(jobs, jobs.c.id == ranks.c.job).where(where)
-
-
-def _unoffered() -> Any:
-    waiting = (jobs.c.state == "waiting") & ~jobs.c.offered
-    return (
-        select(jobs.c.id, jobs.c.array, jobs.c.at_once, jobs.c.held, jobs.c.demand)
-        .where(waiting)
-        .order_by(jobs.c.number)
-    )
-
-
-def _array_counts() -> Any:
-    """Query how many tasks of each limited array the scheduler knows."""
-    live = jobs.c.offered & jobs.c.at_once.is_not(None) & jobs.c.state.not_in(OVER)
-    return select(jobs.c.array, func.count().label("tasks")).where(live).group_by(jobs.c.array)
-
-
-def _to_offer(waiting: Sequence[Row[Any]], counts: Sequence[Row[Any]]) -> list[Row[Any]]:
-    """Return the jobs to offer: of an array at most as many as may run at a time."""
-    active = {row.array: row.tasks for row in counts}
-    offers = []
-    for row in waiting:
-        if row.at_once is not None:
-            if active.get(row.array, 0) >= row.at_once:
-                continue
-            active[row.array] = active.get(row.array, 0) + 1
-        offers.append(row)
-    return offers

@@ -61,12 +61,17 @@ PERMISSIONS: dict[str, Need] = {
     "GET /api/v1/jobs": _READ,
     "GET /api/v1/jobs/{job}": _READ,
     "GET /api/v1/jobs/{job}/why": _READ,
+    "POST /api/v1/jobs:batch": _CHANGE,
     "POST /api/v1/jobs/{job}/signal": _CHANGE,
+    "POST /api/v1/jobs/{job}/priority": _CHANGE,
     "POST /api/v1/jobs/{job}/{verb}": _CHANGE,
     "PUT /api/v1/code/{digest}": _CHANGE,
     "GET /api/v1/code/{digest}": NODES,
     # the cluster
     "GET /api/v1/nodes": _READ,
+    "GET /api/v1/events": _READ,
+    "GET /api/v1/usage": _READ,
+    "GET /metrics": Permission("admin", "read"),  # of all tenants
     "POST /api/v1/join": OPEN,  # with a join token, which the route checks
     "POST /api/v1/join-tokens": _ADMIN,
     "DELETE /api/v1/nodes/{node}": _ADMIN,

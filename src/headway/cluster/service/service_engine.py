@@ -69,7 +69,9 @@ class ServiceEngine(Engine):
         the environment are those of the tenant."""
         values = {name: os.environ[name] for name in request.secrets if name in os.environ}
         request = self._complete(request)
-        body = {"request": request_to_json(request), "secrets": values, "key": secrets.token_hex(16)}
+        site = dict(request.site)
+        key = site.pop("key", None) or secrets.token_hex(16)
+        body = {"request": request_to_json(replace(request, site=site)), "secrets": values, "key": key}
         return str(self.connection.post("/api/v1/jobs", body)["id"])
 
     def _complete(self, request: LaunchRequest) -> LaunchRequest:

@@ -11,6 +11,7 @@ from sqlalchemy import (
     Float,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -59,7 +60,7 @@ jobs = Table(
     Column("ended", Float),
     Column("array", String(40)),  # id that the tasks of an array share
     Column("at_once", Integer),
-    Column("key", String(200), unique=True),  # of the submission: repeating it has no effect
+    Column("key", String(400), unique=True),  # of the submission: repeating it has no effect
     Index("jobs_by_state", "state"),
     Index("jobs_by_array", "array"),
 )
@@ -80,6 +81,15 @@ ranks = Table(
     Index("ranks_by_node", "node", "state"),
 )
 """One row per node of a job's newest start: what the node is to run."""
+
+dependencies = Table(
+    "dependencies",
+    metadata,
+    Column("job", String(40), primary_key=True),
+    Column("needs", String(40), primary_key=True),  # a job, or an array
+    Column("condition", String(10), primary_key=True),  # ok, any: how it must have ended
+)
+"""What must be over before the scheduler is told of a job."""
 
 node_conditions = Table(
     "node_conditions",
@@ -174,6 +184,34 @@ audit = Table(
     Column("outcome", String(20), nullable=False),  # done, refused
 )
 """Every change that a user made, written in the transaction of the change, and every request that was refused."""
+
+
+allocations = Table(
+    "allocations",
+    metadata,
+    Column("job", String(40), primary_key=True),
+    Column("start", Integer, primary_key=True),
+    Column("tenant", String(128), nullable=False),
+    Column("chip", String(80), nullable=False),
+    Column("gpus", Integer, nullable=False),
+    Column("cpus", Float, nullable=False),
+    Column("began", Float, nullable=False),  # Unix seconds
+    Column("ended", Float),
+    Index("allocations_by_time", "ended", "began"),
+)
+"""What every start of a job has held: for usage."""
+
+folds = Table(
+    "folds",
+    metadata,
+    Column("seq", Integer, primary_key=True),  # lines of the record that it stands for
+    Column("at", Float, nullable=False),  # of the last of them
+    Column("sum", String(16), nullable=False),  # of the last of them
+    Column("cluster", Text, nullable=False),  # JSON: nodes, tenants and policy
+    Column("state", LargeBinary, nullable=False),  # the scheduler's state as JSON, compressed
+    Column("digest", String(16), nullable=False),  # of the state
+)
+"""What the first lines of the record lead to."""
 
 
 def open_database(url: str) -> Engine:

@@ -1,12 +1,14 @@
 """What the service answers about jobs and nodes: plain values, read from the database."""
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, or_, select, true
 
 from headway.cluster.engines.engine import OVER
+from headway.cluster.service.event_sentences import ClusterEvent, events_of
 from headway.cluster.service.node_state import node_reason
 from headway.cluster.service.tables import jobs, maintenance, node_conditions, nodes, ranks
 
@@ -37,6 +39,38 @@ def find_jobs(connection: Connection, name: str, tenants: Tenants = None) -> lis
     newest = select(jobs.c.id, jobs.c.array).where(jobs.c.name == name, mine).order_by(jobs.c.number.desc()).limit(1)
     row = connection.execute(newest).first()
     return [] if row is None else [row.array or row.id]
+
+
+def own_events(
+    connection: Connection, after: int, lines: Sequence[Mapping[str, Any]], tenants: Tenants
+) -> list[ClusterEvent]:
+    """The events of lines of the record, for a caller who may see some tenants: those of their jobs, and of nodes."""
+
+    def told(mine: Collection[str] | None) -> list[ClusterEvent]:
+        return [event for seq, line in enumerate(lines, after + 1) for event in events_of(seq, line, mine)]
+
+    if tenants is None:
+        return told(None)
+    ids = sorted({event.job for event in told(None) if event.job is not None})
+    mine = set[str]()
+    for first in range(0, len(ids), MOST_JOBS):
+        theirs = jobs.c.id.in_(ids[first : first + MOST_JOBS]) & _of(tenants)
+        mine.update(connection.execute(select(jobs.c.id).where(theirs)).scalars())
+    return [event for event in told(mine) if event.node is not None or event.job in mine]
+
+
+def name_jobs(connection: Connection, events: Iterable[ClusterEvent]) -> list[dict[str, Any]]:
+    """Events with the names and tenants of their jobs."""
+    rows = [asdict(event) for event in events]
+    ids = sorted({row["job"] for row in rows if row["job"] is not None})
+    known = {
+        job.id: {"name": job.name, "tenant": job.tenant}
+        for first in range(0, len(ids), MOST_JOBS)
+        for job in connection.execute(
+            select(jobs.c.id, jobs.c.name, jobs.c.tenant).where(jobs.c.id.in_(ids[first : first + MOST_JOBS]))
+        )
+    }
+    return [row | known.get(row["job"], {"name": None, "tenant": None}) for row in rows]
 
 
 def tenant_jobs(connection: Connection, tenants: Tenants) -> set[str]:
@@ -86,7 +120,18 @@ def _grants(connection: Connection, names: Iterable[str]) -> dict[str, list[tupl
 
 def _job(row: Row[Any], grant: list[tuple[str, list[str]]]) -> dict[str, Any]:
     demand, request = json.loads(row.demand), json.loads(row.request)
-    columns: tuple[str, ...] = ("id", "number", "name", "tenant", "state", "reason", "held", "starts", "exit_status")
+    columns: tuple[str, ...] = (
+        "id",
+        "number",
+        "name",
+        "tenant",
+        "state",
+        "reason",
+        "held",
+        "offered",
+        "starts",
+        "exit_status",
+    )
     columns += ("submitted", "started", "ended", "array")
     return {key: getattr(row, key) for key in columns} | {
         "gpus": demand["gpus"],

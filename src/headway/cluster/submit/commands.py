@@ -30,6 +30,8 @@ class CommandResources:
     gpus: int = 0
     cpus: int | None = None
     memory_gib: float | None = None
+    secrets: tuple[str, ...] = ()
+    """Names, beside those that every job of the site gets."""
 
 
 def submit_command(
@@ -63,7 +65,7 @@ def submit_command(
         limit_s=settings.limit_s,
         grace_s=LaunchRequest.grace_s if settings.grace_s is None else settings.grace_s,
         environment=settings.environment,
-        secrets=settings.secrets,
+        secrets=tuple(dict.fromkeys((*settings.secrets, *resources.secrets))),
         setup=(f"cd -- {place}", *settings.setup),
         site=with_user(dict(site or {}) | ({"code": digest} if upload else {})),
     )
