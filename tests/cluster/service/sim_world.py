@@ -276,11 +276,11 @@ class World:
             self.agents[name] = agent = ClusterNode(name, SimStarts(self, name, self.disks[name]))
             self.late.pop(name, None)
         try:
+            if self.cut.get(name, 0.0) > self.time:  # or it stands still, and obeys once it does not
+                return
             if name in self.late:
                 orders, sent = self.late.pop(name)
                 agent.obey(orders, self.time - sent)
-                return
-            if self.cut.get(name, 0.0) > self.time:
                 return
             plane = self.zombie if self.zombie is not None and self.rng.random() < 0.3 else self.plane
             if plane is None or self._lossy(0.1):
@@ -372,8 +372,8 @@ class World:
                 self.talk(name)
         if self._lossy(0.01):
             self.reboot(rng.choice(list(self.disks)))
-        if self._lossy(0.02):
-            self.cut[rng.choice(list(self.disks))] = self.time + rng.choice((20.0, 200.0, 1000.0))
+        if self._lossy(0.03):
+            self.cut[rng.choice(list(self.disks))] = self.time + rng.choice((20.0, 300.0, 1000.0))
         self.check()
 
     # -- what must hold
