@@ -70,6 +70,7 @@ VERBS = [
     ["sweep", "recipes/demo.toml", "--grid", "seed=1,2", "--set", "data.path=none"],
     ["up", "--host", "0.0.0.0"], ["queue"], ["why", "job"], ["hold", "job"], ["release", "job"],
     ["submit", "--", "true"], ["nodes", "--engine", "service"],
+    ["events"], ["priority", "job", "1"], ["usage"], ["simulate", "--from-live", "--policy", "fifo"],
     ["jobs"], ["cancel", "last"], ["requeue", "last"], ["nodes"], ["nodes", "--engine", "none"],
     ["doctor", "--engine", "slurm"],
     ["cluster", "slurm-template", "none", "--controller", "a b"],
