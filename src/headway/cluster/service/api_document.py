@@ -13,6 +13,7 @@ ERRORS = {
     400: "What was asked for cannot be: the sentence says why.",
     401: "The token is missing, unknown, expired or revoked.",
     403: "The user or its token may not do this.",
+    404: "There is no such path.",
     409: "Not in this state.",
     413: "The request is too large.",
     422: "The request is not as this document says.",
