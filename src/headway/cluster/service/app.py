@@ -116,7 +116,8 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
             names = find_jobs(connection, job, tenants)
             if not names:
                 raise UsageError(f"no job '{job}'", hint="headway queue lists jobs")
-            return list_jobs(connection, names, tenants=tenants)
+            rows = list_jobs(connection, names, tenants=tenants)
+        return [row | {"progress": plane.progress.get(row["id"])} for row in rows]
 
     def to_change(job: str, caller: Principal) -> str:
         """The id or array of jobs that the caller may change."""
