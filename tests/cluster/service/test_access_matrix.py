@@ -124,7 +124,7 @@ def request_of(world: AccessWorld, row: str, tenant: str, caller: str) -> tuple[
     bodies: dict[str, Any] = {
         "POST /api/v1/jobs": submission(tenant),
         "POST /api/v1/jobs/{job}/priority mine": {"priority": 1},
-        "POST /api/v1/simulate": submission(tenant),
+        "POST /api/v1/simulate": {"request": submission(tenant)["request"]},
         "POST /api/v1/simulate policy": {"policy": "fifo"},
         "POST /api/v1/jobs:batch": {"jobs": [submission(tenant)]},
         "POST /api/v1/jobs/{job}/priority": {"priority": 1},
