@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("sqlalchemy")
 
 from access_world import NODE_TOKEN, NOW, ROOT_TOKEN, AccessWorld, access_world, submission
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eventually import eventually
@@ -46,6 +46,13 @@ def world(tmp_path: Path) -> Iterator[AccessWorld]:
         yield world
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AccessWorld]:
+    """For tests that disturb no others."""
+    with access_world(tmp_path_factory.mktemp("shared")) as world:
+        yield world
+
+
 def everything_in(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
@@ -53,27 +60,27 @@ def everything_in(folder: Path) -> bytes:
 # -- tokens
 
 
-def test_token_ends_at_its_time_and_when_it_is_revoked(world: AccessWorld) -> None:
-    made = world.ask("red-member", "POST", "/api/v1/tokens", {"lifetime_s": 3600, "label": "laptop"}).json()
-    world.tokens["laptop"] = made["token"]
-    world.now[0] += 3599
-    assert world.ask("laptop", "GET", "/api/v1/whoami").json()["token"] == made["id"]
-    world.now[0] += 1
-    assert world.ask("laptop", "GET", "/api/v1/whoami").status_code == 401
-    made = world.ask("red-member", "POST", "/api/v1/tokens", {}).json()
-    world.tokens["other"] = made["token"]
-    assert world.ask("other", "GET", "/api/v1/whoami").status_code == 200
-    assert world.ask("red-member", "DELETE", f"/api/v1/tokens/{made['id']}").json()["revoked"] == world.now[0]
-    assert world.ask("other", "GET", "/api/v1/whoami").status_code == 401
-    too_long = world.ask("red-member", "POST", "/api/v1/tokens", {"lifetime_s": LONGEST_S + 1})
+def test_token_ends_at_its_time_and_when_it_is_revoked(shared: AccessWorld) -> None:
+    made = shared.ask("red-member", "POST", "/api/v1/tokens", {"lifetime_s": 3600, "label": "laptop"}).json()
+    shared.tokens["laptop"] = made["token"]
+    shared.now[0] += 3599
+    assert shared.ask("laptop", "GET", "/api/v1/whoami").json()["token"] == made["id"]
+    shared.now[0] += 1
+    assert shared.ask("laptop", "GET", "/api/v1/whoami").status_code == 401
+    made = shared.ask("red-member", "POST", "/api/v1/tokens", {}).json()
+    shared.tokens["other"] = made["token"]
+    assert shared.ask("other", "GET", "/api/v1/whoami").status_code == 200
+    assert shared.ask("red-member", "DELETE", f"/api/v1/tokens/{made['id']}").json()["revoked"] == shared.now[0]
+    assert shared.ask("other", "GET", "/api/v1/whoami").status_code == 401
+    too_long = shared.ask("red-member", "POST", "/api/v1/tokens", {"lifetime_s": LONGEST_S + 1})
     assert too_long.status_code == 422
 
 
-def test_token_makes_none_that_may_do_more(world: AccessWorld) -> None:
-    made = world.ask("red-member", "POST", "/api/v1/tokens", {"scopes": ["read", "manage"]}).json()
-    world.tokens["narrow"] = made["token"]
-    assert world.ask("narrow", "POST", "/api/v1/tokens", {"scopes": ["jobs"]}).status_code == 400
-    assert world.ask("narrow", "POST", "/api/v1/tokens", {"scopes": ["read"]}).status_code == 200
+def test_token_makes_none_that_may_do_more(shared: AccessWorld) -> None:
+    made = shared.ask("red-member", "POST", "/api/v1/tokens", {"scopes": ["read", "manage"]}).json()
+    shared.tokens["narrow"] = made["token"]
+    assert shared.ask("narrow", "POST", "/api/v1/tokens", {"scopes": ["jobs"]}).status_code == 400
+    assert shared.ask("narrow", "POST", "/api/v1/tokens", {"scopes": ["read"]}).status_code == 200
 
 
 def test_changed_role_and_removed_user_take_effect_at_once(world: AccessWorld) -> None:
@@ -86,16 +93,16 @@ def test_changed_role_and_removed_user_take_effect_at_once(world: AccessWorld) -
     assert world.ask("red-member", "GET", "/api/v1/whoami").status_code == 401
 
 
-def test_last_admin_stays(world: AccessWorld) -> None:
+def test_last_admin_stays(shared: AccessWorld) -> None:
     for method, body in (("DELETE", None), ("PUT", {"role": "viewer", "tenant": "red"})):
-        answer = world.ask("root", method, "/api/v1/users/admin", body)
+        answer = shared.ask("root", method, "/api/v1/users/admin", body)
         assert (answer.status_code, "the only admin" in answer.text) == (400, True)
 
 
-def test_database_holds_no_token(world: AccessWorld, tmp_path: Path) -> None:
-    stored = everything_in(tmp_path)
+def test_database_holds_no_token(shared: AccessWorld) -> None:
+    stored = everything_in(shared.database.parent)
     assert b"red-member" in stored
-    assert not [name for name, token in world.tokens.items() if token.encode() in stored]
+    assert not [name for name, token in shared.tokens.items() if token.encode() in stored]
 
 
 def test_revoked_first_token_is_not_admitted_again(world: AccessWorld) -> None:
@@ -109,6 +116,7 @@ def test_revoked_first_token_is_not_admitted_again(world: AccessWorld) -> None:
 # -- rates
 
 
+@settings(max_examples=30)
 @given(st.floats(0.5, 50), st.integers(1, 40), st.lists(st.floats(0, 5), max_size=200))
 def test_no_caller_gets_more_than_burst_and_rate(per_s: float, burst: int, gaps: list[float]) -> None:
     now, admitted = [0.0], list[float]()
@@ -232,25 +240,25 @@ def test_secrets_survive_a_restart_and_go_when_the_job_is_over(world: AccessWorl
     store.close()
 
 
-def test_secret_cannot_be_moved_to_another_tenant_in_the_database(world: AccessWorld) -> None:
-    world.ask("blue-member", "PUT", "/api/v1/secrets/blue/KEY", {"value": "theirs"})
-    world.ask("red-member", "PUT", "/api/v1/secrets/red/KEY", {"value": "mine"})
-    with sqlite3.connect(world.database) as connection:
+def test_secret_cannot_be_moved_to_another_tenant_in_the_database(shared: AccessWorld) -> None:
+    shared.ask("blue-member", "PUT", "/api/v1/secrets/blue/KEY", {"value": "theirs"})
+    shared.ask("red-member", "PUT", "/api/v1/secrets/red/KEY", {"value": "mine"})
+    with sqlite3.connect(shared.database) as connection:
         connection.execute(
             "UPDATE tenant_secrets SET sealed = (SELECT sealed FROM tenant_secrets WHERE tenant = 'blue')"
         )
     connection.close()
-    with world.accounts._store.read() as reading:
-        assert world.plane.secrets.values(reading, "1", "blue", ["KEY"]) == {"KEY": "theirs"}
-        assert world.plane.secrets.values(reading, "1", "red", ["KEY"]) is None
+    with shared.accounts._store.read() as reading:
+        assert shared.plane.secrets.values(reading, "1", "blue", ["KEY"]) == {"KEY": "theirs"}
+        assert shared.plane.secrets.values(reading, "1", "red", ["KEY"]) is None
         assert SecretStore(b"x" * 32).values(reading, "1", "blue", ["KEY"]) is None
 
 
-def test_job_whose_secret_nobody_has_is_refused(world: AccessWorld) -> None:
-    world.ask("blue-member", "PUT", "/api/v1/secrets/blue/KEY", {"value": "theirs"})
-    answer = world.ask("red-member", "POST", "/api/v1/jobs", submission(secrets={"KEY": ""}) | {"secrets": {}})
+def test_job_whose_secret_nobody_has_is_refused(shared: AccessWorld) -> None:
+    shared.ask("blue-member", "PUT", "/api/v1/secrets/blue/THEIRS", {"value": "theirs"})
+    answer = shared.ask("red-member", "POST", "/api/v1/jobs", submission(secrets={"THEIRS": ""}) | {"secrets": {}})
     assert answer.status_code == 400
-    assert "headway secrets set KEY" in answer.json()["hint"]
+    assert "headway secrets set THEIRS" in answer.json()["hint"]
 
 
 def test_key_of_secrets_is_private_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +293,7 @@ def test_secret_file_is_private_and_gone_after_the_job(world: AccessWorld, tmp_p
     assert not list((tmp_path / "node" / "secrets").iterdir())
     assert b"in a file" not in everything_in(tmp_path / "node")
     with pytest.raises(UsageError, match="none of its secrets"):
-        world.plane.submit(LaunchRequest("job", ("true",), folder, site=site))
+        world.plane.submit(LaunchRequest("job", ("true",), folder, site=request.site))
 
 
 # -- tenants
@@ -309,7 +317,10 @@ def test_tenants_and_budgets_change_while_jobs_run(world: AccessWorld) -> None:
     for role in ("viewer", "member", "admin"):
         world.ask("root", "DELETE", f"/api/v1/users/red-a-{role}")
     assert "has jobs" in world.ask("root", "DELETE", "/api/v1/tenants/red-a").text
-    assert "below it" in world.ask("root", "DELETE", "/api/v1/tenants/red").text
+    world.ask("root", "PUT", "/api/v1/tenants/green", {})
+    world.ask("root", "PUT", "/api/v1/tenants/green-a", {"parent": "green"})
+    assert "below it" in world.ask("root", "DELETE", "/api/v1/tenants/green").text
+    world.ask("root", "DELETE", "/api/v1/tenants/green-a")
     world.ask("root", "PUT", "/api/v1/tenants/green", {})
     world.ask("root", "PUT", "/api/v1/secrets/green/KEY", {"value": "x"})
     assert world.ask("root", "DELETE", "/api/v1/tenants/green").status_code == 200
@@ -317,6 +328,7 @@ def test_tenants_and_budgets_change_while_jobs_run(world: AccessWorld) -> None:
     assert "green" not in world.ask("root", "GET", "/api/v1/secrets").text
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=9), st.randoms())
 def test_parents_are_listed_first_whatever_the_order(above: list[int], rng: Any) -> None:
     tenants = [
@@ -373,8 +385,8 @@ def test_clients_that_send_too_slowly_are_disconnected(
         listener, listening = listen("127.0.0.1", 0), threading.Event()
         monkeypatch.setattr("headway.http_server.signal.signal", lambda *_: None)  # not the main thread
         arguments = (world.app, listener, listening.set)
-        settings = {"http": PeerCertificateProtocol, "timeout_keep_alive": 1}
-        server = threading.Thread(target=serve, args=arguments, kwargs=settings, daemon=True)
+        options = {"http": PeerCertificateProtocol, "timeout_keep_alive": 1}
+        server = threading.Thread(target=serve, args=arguments, kwargs=options, daemon=True)
         server.start()
         assert listening.wait(60)
         head = f"Host: localhost\r\nAuthorization: Bearer {world.tokens['red-member']}\r\n"

@@ -140,7 +140,7 @@ def add_operation_routes(app: FastAPI, service: LiveService) -> None:
         return TrialAnswer(
             policy=answer["policy"],
             job=None if answer["job"] is None else to_jsonable_python(answer["job"], inf_nan_mode="null"),
-            stops=[name if name in names else OTHER_JOB for name in answer["stops"]],
+            stops=list(dict.fromkeys(name if name in names else OTHER_JOB for name in answer["stops"])),
             waiting=[
                 ComparedStart(
                     job=row["job"], name=names[row["job"]], before=_finite(row["before"]), after=_finite(row["after"])
