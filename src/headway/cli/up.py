@@ -181,6 +181,7 @@ def _serve(
     from headway.cluster.service.plane import ControlPlane
     from headway.cluster.service.secret_store import SecretStore, secrets_key
     from headway.cluster.service.single import only_service, publish_address
+    from headway.cluster.service.slow_clients import MOST_CONNECTIONS
     from headway.cluster.service.store import ServiceStore
     from headway.cluster.service.tables import open_database, sqlite_url
     from headway.cluster.service.uploaded_code import CodeStore
@@ -238,9 +239,8 @@ def _serve(
             sys.stdout.flush()
 
         try:
-            serve(
-                app, listener, listening, **({} if tls is None else tls.options() | {"http": PeerCertificateProtocol})
-            )
+            limits = {"http": PeerCertificateProtocol, "limit_concurrency": MOST_CONNECTIONS}
+            serve(app, listener, listening, **limits, **({} if tls is None else tls.options()))
         finally:
             service.close()
         if service.failure is not None:

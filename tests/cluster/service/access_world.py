@@ -15,6 +15,7 @@ from headway.cluster.engines.submissions import request_to_json
 from headway.cluster.service.access_guard import GuardSettings
 from headway.cluster.service.accounts import Accounts
 from headway.cluster.service.app import make_app
+from headway.cluster.service.certificates import Authority
 from headway.cluster.service.cycle import run_cycle
 from headway.cluster.service.decider import InProcessDecider
 from headway.cluster.service.live_service import LiveService
@@ -24,6 +25,7 @@ from headway.cluster.service.roles import SCOPES, Role
 from headway.cluster.service.secret_store import SecretStore
 from headway.cluster.service.store import ServiceStore
 from headway.cluster.service.tables import open_database, sqlite_url
+from headway.cluster.service.uploaded_code import CodeStore
 
 NODE_TOKEN, ROOT_TOKEN = "n" * 32, "r" * 32
 MACHINE = {"chip": "fake", "gpus": list("abcd"), "cpus": 64, "memory_bytes": 2**36}
@@ -49,11 +51,14 @@ class AccessWorld:
     now: list[float]
     tokens: dict[str, str] = field(default_factory=dict)
     """Of each user."""
+    specs: Any = field(default_factory=lambda: SPECS)
+    tenants: Any = field(default_factory=lambda: TENANTS)
 
     def ask(self, user: str | None, method: str, path: str, body: Any = None, **query: Any) -> Any:
         """A request of a user; of nobody if None."""
         headers = {} if user is None else {"authorization": f"Bearer {self.tokens.get(user, user)}"}
-        return self.client.request(method, path, json=body, params=query or None, headers=headers)
+        content = {"content": body} if isinstance(body, bytes) else {"json": body}
+        return self.client.request(method, path, params=query or None, headers=headers, **content)
 
     def add_user(self, name: str, role: Role, tenant: str | None) -> None:
         """Add a user with a token for a day."""
@@ -104,7 +109,16 @@ def access_world(folder: Path, guard: GuardSettings | None = None) -> Iterator[A
     decider, accounts = InProcessDecider(), Accounts(store, lambda: now[0])
     service = LiveService(store, plane, print, decider)  # type: ignore[arg-type]
     guard = guard or GuardSettings(NODE_TOKEN, clock=lambda: now[0], wall_clock=lambda: now[0])
-    app = make_app(service, ROOT_TOKEN, NODE_TOKEN, "127.0.0.1", accounts=accounts, guard=guard)
+    app = make_app(
+        service,
+        ROOT_TOKEN,
+        NODE_TOKEN,
+        "127.0.0.1",
+        accounts=accounts,
+        guard=guard,
+        authority=Authority(folder / "tls"),
+        code=CodeStore(folder / "code"),
+    )
     with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         world = AccessWorld(app, client, plane, accounts, database, decider, now, {"root": ROOT_TOKEN})
         for spec in SPECS:

@@ -1,6 +1,8 @@
 """Every endpoint, asked by every role, about its own tenant, one below it and another: against a table by hand."""
 
+import gzip
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from access_world import NODE_TOKEN, AccessWorld, access_world, submission
+from access_world import NODE_TOKEN, NOW, AccessWorld, access_world, submission
 
 from headway.cluster.scheduler import wait_reasons
 from headway.cluster.scheduler.start_estimate import StartEstimate
@@ -31,15 +33,21 @@ MAY: dict[str, tuple[str, str, str]] = {
     "GET /api/v1/jobs/{job}": (ALL, ALL, ROOT),
     "GET /api/v1/jobs/{job}/why": (ALL, ALL, ROOT),
     "POST /api/v1/jobs/{job}/signal": (ADMINS, ADMINS, ROOT),
+    "PUT /api/v1/code/{digest}": (MEMBERS, MEMBERS, MEMBERS),
     "POST /api/v1/jobs/{job}/{verb}": (ADMINS, ADMINS, ROOT),
     "POST /api/v1/jobs/{job}/{verb} mine": (MEMBERS, MEMBERS, ROOT),
     "POST /api/v1/jobs:batch": (MEMBERS, MEMBERS, ROOT),
     "POST /api/v1/jobs/{job}/priority": (ADMINS, ADMINS, ROOT),
     "POST /api/v1/jobs/{job}/priority mine": (MEMBERS, MEMBERS, ROOT),
+    "GET /api/v1/nodes": (ALL, ALL, ALL),
+    "POST /api/v1/join-tokens": (ROOT, ROOT, ROOT),
+    "POST /api/v1/nodes/{node}/{verb}": (ROOT, ROOT, ROOT),
+    "PUT /api/v1/nodes/{node}/maintenance": (ROOT, ROOT, ROOT),
+    "DELETE /api/v1/nodes/{node}/maintenance": (ROOT, ROOT, ROOT),
+    "DELETE /api/v1/nodes/{node}": (ROOT, ROOT, ROOT),
     "GET /api/v1/events": (ALL, ALL, ALL),
     "GET /api/v1/usage": (ALL, ALL, ALL),
     "GET /metrics": (ROOT, ROOT, ROOT),
-    "GET /api/v1/nodes": (ALL, ALL, ALL),
     "GET /api/v1/record": (ROOT, ROOT, ROOT),
     "GET /api/v1/users": (ADMINS, ADMINS, ADMINS),
     "PUT /api/v1/users/{user}": (ADMINS, ADMINS, ROOT),
@@ -59,7 +67,15 @@ MAY: dict[str, tuple[str, str, str]] = {
     "DELETE /api/v1/secrets/{tenant}/{secret}": (MEMBERS, MEMBERS, ROOT),
     "GET /api/v1/audit": (ADMINS, ADMINS, ADMINS),
 }
-FOR_OTHERS = {"GET /health": "anybody", "POST /api/v1/sync": "nodes"}
+FOR_OTHERS = {
+    "GET /health": "anybody",
+    "POST /api/v1/join": "whoever has a join token",
+    "POST /api/v1/sync": "nodes",
+    "GET /api/v1/code/{digest}": "nodes",
+}
+ARCHIVE = gzip.compress(b"")
+CANNOT = {"POST /api/v1/jobs/{job}/signal": 409, "DELETE /api/v1/nodes/{node}": 400}
+"""What whoever may is told: the job waits, there is no such node."""
 number = count()
 
 
@@ -93,7 +109,9 @@ def request_of(world: AccessWorld, row: str, tenant: str, caller: str) -> tuple[
     user = ("admin" if caller == "root" else caller) if variant == "mine" else fresh_user(world, tenant)
     made: dict[str, Callable[[], str]] = {
         "{job}": lambda: fresh_job(world, tenant, mine),
-        "{verb}": lambda: "release",
+        "{verb}": lambda: "uncordon" if "nodes" in route else "release",
+        "{node}": lambda: "none" if route.endswith("{node}") else "n1",
+        "{digest}": lambda: sha256(ARCHIVE).hexdigest(),
         "{user}": lambda: fresh_user(world, tenant),
         "{token}": lambda: fresh_token(world, user),
         "{secret}": lambda: "NAME",
@@ -103,10 +121,13 @@ def request_of(world: AccessWorld, row: str, tenant: str, caller: str) -> tuple[
         made["{tenant}"] = lambda: f"tenant-{next(number)}" if variant else fresh_tenant(world, tenant)
     bodies: dict[str, Any] = {
         "POST /api/v1/jobs": submission(tenant),
+        "POST /api/v1/jobs/{job}/priority mine": {"priority": 1},
         "POST /api/v1/jobs:batch": {"jobs": [submission(tenant)]},
         "POST /api/v1/jobs/{job}/priority": {"priority": 1},
-        "POST /api/v1/jobs/{job}/priority mine": {"priority": 1},
         "POST /api/v1/jobs/{job}/signal": {"number": 10},
+        "POST /api/v1/join-tokens": {},
+        "PUT /api/v1/nodes/{node}/maintenance": {"begins": NOW + 1e6, "ends": NOW + 1.1e6},
+        "PUT /api/v1/code/{digest}": ARCHIVE,
         "PUT /api/v1/users/{user}": {"role": "viewer", "tenant": tenant},
         "PUT /api/v1/users/{user} to admin": {"role": "admin", "tenant": None},
         "POST /api/v1/tokens": {"user": user},
@@ -156,13 +177,12 @@ def test_who_may_do_what(world: AccessWorld, row: str) -> None:
             answer = world.ask(caller, method, path, body)
             what = f"{role} {row} of {place} tenant: {answer.status_code} {answer.text[:200]}"
             if role in allowed.split():
-                waits = row.endswith("/signal") and answer.status_code == 409  # it may, but the job waits
-                assert answer.status_code == 200 or waits, what
+                assert answer.status_code == CANNOT.get(row, 200), what
             else:
                 assert answer.status_code in (400, 403), what
                 assert PLACES["other"] not in answer.text.replace(path, "").replace("'blue'", ""), what
+        path, body = request_of(world, row, PLACES[place], "red-member")
         for nobody in (None, "wrong", NODE_TOKEN):
-            path, body = request_of(world, row, PLACES[place], "red-member")
             assert world.ask(nobody, method, path, body).status_code == 401
 
 
@@ -203,7 +223,7 @@ def test_answers_hold_nothing_of_other_tenants(tmp_path: Path, monkeypatch: pyte
         assert [row["state"] for row in world.ask("root", "GET", "/api/v1/jobs").json()] == ["ending", "starting"]
         waits = world.submit("red-a-member", name="waits", gpus=4, machines=2)
         world.cycle()
-        paths = ("jobs", "nodes", "users", "tokens", "tenants", "secrets", "audit", "whoami")
+        paths = ("jobs", "nodes", "events", "usage", "users", "tokens", "tenants", "secrets", "audit", "whoami")
         for path in (*paths, f"jobs/{mine}/why", f"jobs/{waits}/why"):
             for caller in ("red-viewer", "red-member", "red-admin"):
                 answer = world.ask(caller, "GET", f"/api/v1/{path}")

@@ -16,6 +16,7 @@ from sqlalchemy import Row, bindparam, delete, func, insert, or_, select, update
 
 from headway.cluster.engines.engine import CANCELLED, OVER, LaunchRequest, cannot_signal
 from headway.cluster.scheduler.nodes import DRAIN_LEAD_S
+from headway.cluster.service.audit import describe
 from headway.cluster.service.demand import EmptyCluster, job_of, tenant_of
 from headway.cluster.service.exits import finish_if_exited
 from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet, is_elsewhere
@@ -203,6 +204,7 @@ class ControlPlane:
             for new, names in queued.added:
                 tenant = tenant_of(new.request, tenants)
                 self._keep_secrets(transaction, new.request, names, tenant, new.secrets)
+            describe(f"jobs {', '.join(queued.ids)}")
         self.nodes_changed(())
         return queued.ids
 
