@@ -369,7 +369,8 @@ class World:
         if self._lossy(0.01):
             self.reboot(rng.choice(list(self.disks)))
         if self._lossy(0.03):
-            self.cut[rng.choice(list(self.disks))] = self.time + rng.choice((20.0, 300.0, 1000.0))
+            busy = sorted({process.node for process in self.processes if process.alive})
+            self.cut[rng.choice(busy or list(self.disks))] = self.time + rng.choice((20.0, 300.0, 1000.0))
         self.check()
 
     # -- what must hold
