@@ -15,7 +15,7 @@ from headway.hardware import Cluster, parse_on
 from headway.recipe import load_recipe
 from headway.track import command, runs_root
 
-OF_SERVICE = "--tenant, --priority, --preemptible, --after and --key are for --engine service"
+OF_SERVICE = "--tenant, --priority, --preemptible, --sizes, --after and --key are for --engine service"
 
 
 def submit(
@@ -61,6 +61,12 @@ def submit(
             help="Whether the service may stop and restart it (default: runs yes, commands no).",
         ),
     ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--sizes", metavar="GPUS:SPEED,...", help="An elastic command: --gpus first, for example 2:1,4:1.9."
+        ),
+    ] = None,
     after: Annotated[
         list[str] | None,
         typer.Option(
@@ -94,14 +100,15 @@ def submit(
     The service (headway up) takes any command, too. Settings of a site are in ~/.config/headway/engines.toml.
     """
     is_command, root = "--" in sys.argv, runs_root(runs)
-    if key is not None and not is_command:
-        raise UsageError("--key is for commands", hint="a run has a name: --name")
+    if (key is not None or sizes is not None) and not is_command:
+        raise UsageError("--key and --sizes are for commands", hint="a run has a name: --name")
     engine = engine or ("service" if is_command else "local")
     only_service = {
         "tenant": tenant,
         "priority": None if priority is None else str(priority),
         "after": ",".join(after) if after else None,
         "key": key,
+        "sizes": sizes,
         "secret_files": ",".join(secret_file) if secret_file else None,
     }
     site = _site(

@@ -194,12 +194,15 @@ class World:
     def submit(self, plane: ControlPlane) -> None:
         rng = self.rng
         machines, tenant = rng.choice((1, 1, 1, 2, 3)), rng.choice(("red", "blue"))
+        gpus, preemptible = rng.choice((0, 1, 2, 4, 4)), rng.choice(("yes", "yes", "no"))
+        elastic = gpus in (1, 2) and machines == 1 and preemptible == "yes" and rng.random() < 0.5
+        sizes = {"sizes": f"{gpus}:1,{2 * gpus}:1.9"} if elastic else {}
         request = LaunchRequest(
             f"job-{len(self.submitted)}",
             ("run", str(rng.choice((10.0, 100.0, 1000.0))), str(rng.choice((0, 0, 0, 0, 3)))),
             Path("/"),
             machines=machines,
-            gpus=rng.choice((0, 1, 2, 4, 4)),
+            gpus=gpus,
             cpus=rng.choice((1, 2, 6)),
             memory_bytes=rng.choice((None, 2**33)),
             grace_s=rng.choice((0.0, 30.0)),
@@ -208,8 +211,9 @@ class World:
             site={
                 "tenant": tenant,
                 "priority": str(rng.choice((0, 0, 5))),
-                "preemptible": rng.choice(("yes", "yes", "no")),
+                "preemptible": preemptible,
                 "after": self.some_job_of(tenant) or "",
+                **sizes,
             },
         )
         key = request.name

@@ -255,10 +255,10 @@ def test_secret_cannot_be_moved_to_another_tenant_in_the_database(shared: Access
 
 
 def test_job_whose_secret_nobody_has_is_refused(shared: AccessWorld) -> None:
-    shared.ask("blue-member", "PUT", "/api/v1/secrets/blue/KEY", {"value": "theirs"})
-    answer = shared.ask("red-member", "POST", "/api/v1/jobs", submission(secrets={"KEY": ""}) | {"secrets": {}})
+    shared.ask("blue-member", "PUT", "/api/v1/secrets/blue/THEIRS", {"value": "theirs"})
+    answer = shared.ask("red-member", "POST", "/api/v1/jobs", submission(secrets={"THEIRS": ""}) | {"secrets": {}})
     assert answer.status_code == 400
-    assert "headway secrets set KEY" in answer.json()["hint"]
+    assert "headway secrets set THEIRS" in answer.json()["hint"]
 
 
 def test_key_of_secrets_is_private_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ MAY: dict[str, tuple[str, str, str]] = {
     "DELETE /api/v1/nodes/{node}": (ROOT, ROOT, ROOT),
     "GET /api/v1/events": (ALL, ALL, ALL),
     "GET /api/v1/usage": (ALL, ALL, ALL),
+    "POST /api/v1/simulate": (ALL, ALL, ROOT),
+    "POST /api/v1/simulate policy": (ALL, ALL, ALL),
     "GET /metrics": (ROOT, ROOT, ROOT),
     "GET /api/v1/record": (ROOT, ROOT, ROOT),
     "GET /api/v1/users": (ADMINS, ADMINS, ADMINS),
@@ -122,6 +124,8 @@ def request_of(world: AccessWorld, row: str, tenant: str, caller: str) -> tuple[
     bodies: dict[str, Any] = {
         "POST /api/v1/jobs": submission(tenant),
         "POST /api/v1/jobs/{job}/priority mine": {"priority": 1},
+        "POST /api/v1/simulate": {"request": submission(tenant)["request"]},
+        "POST /api/v1/simulate policy": {"policy": "fifo"},
         "POST /api/v1/jobs:batch": {"jobs": [submission(tenant)]},
         "POST /api/v1/jobs/{job}/priority": {"priority": 1},
         "POST /api/v1/jobs/{job}/signal": {"number": 10},

@@ -7,12 +7,14 @@ from fastapi import FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
 
 from headway import __version__
 from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.access_guard import AccessGuard, GuardSettings
-from headway.cluster.service.access_routes import Caller, ErrorAnswer, add_access_routes
+from headway.cluster.service.access_routes import Caller, add_access_routes
 from headway.cluster.service.accounts import Accounts
+from headway.cluster.service.api_document import ERROR_ANSWERS, complete_document, no_such_route
 from headway.cluster.service.certificates import Authority
 from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
@@ -30,17 +32,6 @@ from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageEr
 MOST_AT_ONCE = 100
 """Submissions of one batch."""
 JobName = Annotated[str, Path(min_length=1, max_length=200, description="Id, array, or name of the newest such job.")]
-ERRORS = {
-    400: "What was asked for cannot be: the sentence says why.",
-    401: "The token is missing, unknown, expired or revoked.",
-    403: "The user or its token may not do this.",
-    409: "Not in this state.",
-    413: "The request is too large.",
-    422: "The request is not as this document says.",
-    429: "Too many requests: Retry-After says when.",
-    503: "The database or the scheduler does not answer.",
-}
-"""What every route may answer beside what it returns."""
 
 
 class JobSubmission(BaseModel):
@@ -93,13 +84,14 @@ def make_app(
     """The application of a service; `user_token` acts for the first admin."""
     accounts = accounts or Accounts(service.store, time.time)
     accounts.admit_first(user_token)
-    answers = {status: {"model": ErrorAnswer, "description": text} for status, text in ERRORS.items()}
-    app = FastAPI(title="Headway", version=__version__, docs_url=None, redoc_url=None, responses=answers)  # type: ignore[arg-type]
+    app = FastAPI(title="Headway", version=__version__, docs_url=None, redoc_url=None, responses=ERROR_ANSWERS)
+    complete_document(app)
     app.state.stopping = service.stopping
     app.add_middleware(AccessGuard, accounts=accounts, settings=guard or GuardSettings(node_token, host))
     app.add_exception_handler(HeadwayError, _headway_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ValidationError, _invalid)
+    app.add_exception_handler(HTTPException, no_such_route)
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
     add_operation_routes(app, service)
@@ -123,7 +115,8 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
             names = find_jobs(connection, job, tenants)
             if not names:
                 raise UsageError(f"no job '{job}'", hint="headway queue lists jobs")
-            return list_jobs(connection, names, tenants=tenants)
+            rows = list_jobs(connection, names, tenants=tenants)
+        return [row | {"progress": plane.progress.get(row["id"])} for row in rows]
 
     def to_change(job: str, caller: Principal) -> str:
         """The id or array of jobs that the caller may change."""

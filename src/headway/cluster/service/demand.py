@@ -22,6 +22,7 @@ SITE = {
     "min_run_s": "seconds before it may be preempted",
     "within": "a network level whose domains it must not span",
     "kind": ", ".join(KINDS),
+    "sizes": "GPUs and relative speeds, the smallest first, such as 2:1,4:1.9",
     "after": "jobs that must be over first, with commas: JOB (has succeeded) or JOB:any",
     "secret_files": "secrets to hand over as files, with commas",
     "code": "the SHA-256 of code that was uploaded",
@@ -61,10 +62,28 @@ def job_of(request: LaunchRequest, name: str, submit_s: float, tenants: list[str
         within=site.get("within"),
         user=site.get("user", ""),
         kind=site.get("kind", "batch" if request.array is None else "array"),
+        sizes=_sizes(request),
         machines=request.machines,
         cpus=float(request.cpus),
         memory_bytes=float(request.memory_bytes or 0),
     )
+
+
+def _sizes(request: LaunchRequest) -> tuple[tuple[int, float], ...]:
+    """The scaling curve of an elastic job: it is resized by a save, a stop and a start."""
+    text = request.site.get("sizes")
+    if text is None:
+        return ()
+    if request.machines != 1 or request.site.get("preemptible", "no") != "yes":
+        raise UsageError(
+            f"job {request.name} has sizes; it needs one machine, and must be preemptible",
+            hint="its command learns its GPUs from CUDA_VISIBLE_DEVICES at each start",
+        )
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return tuple((int(gpus), float(speed)) for gpus, speed in pairs)
+    except ValueError:
+        raise UsageError(f"job {request.name}: sizes are {text!r}", hint=SITE["sizes"]) from None
 
 
 def _shown(request: LaunchRequest, what: str) -> str:

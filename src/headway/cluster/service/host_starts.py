@@ -34,9 +34,13 @@ from headway.cluster.service.isolation import Isolation, make_scratch, remove_sc
 from headway.cluster.service.messages import StartReport, WantedStart
 from headway.cluster.service.node import Starts
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.run_progress import RunProgress, read_progress
 from headway.cluster.service.secret_files import names_of_files, write_secret_files
 from headway.cluster.service.uploaded_code import CodeStore, cached, unpack
 from headway.track.access import umask_of
+
+PROGRESS_S = 10.0
+"""Between looks at a run's records."""
 
 
 @dataclass
@@ -56,6 +60,11 @@ class _Start:
     sent: int = 0
     """Signals sent so far."""
     result: RankResult | None = None
+    folder: str | None = None
+    """Of the job, for its first rank; it may be a run's."""
+    progress: RunProgress | None = None
+    looked: float | None = None
+    """When the progress was read, by the monotonic clock."""
 
 
 class HostStarts(Starts):
@@ -85,9 +94,18 @@ class HostStarts(Starts):
             if start.result is None:
                 self._check(start)
         return [
-            StartReport(key, "running" if start.result is None else "exited", start.result)
+            StartReport(key, "running" if start.result is None else "exited", start.result, self._progress_of(start))
             for key, start in self._starts.items()
         ]
+
+    def _progress_of(self, start: _Start) -> RunProgress | None:
+        """The progress of the run of a job's first rank, read now and then."""
+        if start.result is not None or start.folder is None:
+            return None
+        now = time.monotonic()
+        if start.looked is None or now - start.looked >= PROGRESS_S:
+            start.looked, start.progress = now, read_progress(Path(start.folder))
+        return start.progress
 
     def begin(self, wanted: WantedStart) -> None:
         """See Starts. A start whose files are there, but which wrote no pid, never ran its command."""
@@ -100,9 +118,10 @@ class HostStarts(Starts):
         for name in ("pid", "exit", "signals", "ended"):
             (own / name).unlink(missing_ok=True)
         start = _Start(wanted.key, own, boot_id(), time.time(), request.limit_s, request.grace_s)
+        start.folder = str(request.folder) if wanted.rank == 0 else None
         self._write_scripts(wanted, request, own)
         self._points.reach("before start.json")
-        fields = {key: getattr(start, key) for key in ("key", "boot", "began", "limit_s", "grace_s")}
+        fields = {key: getattr(start, key) for key in ("key", "boot", "began", "limit_s", "grace_s", "folder")}
         replace_file(own / "start.json", to_json(fields).decode())
         self._points.reach("after start.json")
         variables = {

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from headway.cluster.scheduler.jobs import Job
 from headway.cluster.service.cycle import MAX_GAP_S, run_cycle
 from headway.cluster.service.decider import DeciderProcess
 from headway.cluster.service.faults import NODE_VARIABLE, VARIABLE
@@ -43,6 +44,8 @@ class LiveService:
         self.metrics = ServiceMetrics()
         self.store, self.plane, self.stopping = store, plane, threading.Event()
         self._log, self._decider, self._history = log, decider or DeciderProcess(), history
+        self._advisor = decider or DeciderProcess()
+        """Answers questions, which may take long, beside the one that decides."""
         self._agents: dict[str, tuple[list[str], subprocess.Popen[bytes]]] = {}
         self._threads = [
             threading.Thread(target=run, name=run.__name__)
@@ -96,12 +99,16 @@ class LiveService:
         """Explain the state of a job: by the scheduler if it waits there, else by what is recorded."""
         waits = job["state"] == "waiting" and not job["held"] and job["offered"]
         if waits:
-            return job | {"why": self._decider.why(self.plane.lines, self.plane.now_s, job["id"])}
+            return job | {"why": self._advisor.why(self.plane.lines, self.plane.now_s, job["id"])}
         return job | {"why": None}
+
+    def simulate(self, job: Job | None, policy: str | None) -> dict[str, Any]:
+        """What a new job or another policy would change."""
+        return self._advisor.simulate(self.plane.lines, self.plane.now_s, job, policy)
 
     def tenant_usage(self) -> dict[str, Any]:
         """What tenants hold, wait for and have spent this month."""
-        return self._decider.tenants(self.plane.lines, self.plane.now_s)
+        return self._advisor.tenants(self.plane.lines, self.plane.now_s)
 
     def _count_webhook(self, outcome: str, count: int) -> None:
         self.metrics.webhooks.labels(outcome).inc(count)
@@ -140,4 +147,5 @@ class LiveService:
         for _, agent in self._agents.values():
             agent.wait()
         self._decider.close()
+        self._advisor.close()
         self.store.close()

@@ -8,6 +8,7 @@ Each line is one JSON object with the time `at` and one of these keys:
     running      the nodes of a starting job have confirmed that it runs
     stopping     a user had a running job stopped
     exited       a job has exited, and waits `again` or is over; `saved` if its work up to then counts
+    saves        a running job reports its saves: the age of the newest of this start, `age_s`, if there is one
     priority     a job has another priority, `to`
     hold, unhold a user took a waiting job out of the queue, or put it back
     node         a node is healthy, draining or quarantined
@@ -119,6 +120,10 @@ class LiveState:
             snapshot.confirm(snapshot.jobs.rows[line["running"]])
         elif "stopping" in line:
             snapshot.tell_to_stop(snapshot.jobs.rows[line["stopping"]])
+        elif "saves" in line:
+            row = snapshot.jobs.rows[line["saves"]]
+            if snapshot.jobs.running[row]:
+                snapshot.note_save(row, line["age_s"])
         elif "priority" in line:
             snapshot.jobs.priority[snapshot.jobs.rows[line["priority"]]] = line["to"]
         elif "hold" in line:

@@ -20,6 +20,7 @@ from headway.cluster.service.audit import describe
 from headway.cluster.service.demand import EmptyCluster, job_of, tenant_of
 from headway.cluster.service.exits import finish_if_exited
 from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet, is_elsewhere
+from headway.cluster.service.granted_starts import grant_starts
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart, start_key
@@ -29,9 +30,10 @@ from headway.cluster.service.node_state import node_state, unwanted_starts
 from headway.cluster.service.offers import find_offers, record_offers
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.record_lines import RecordLines
+from headway.cluster.service.run_progress import RunProgress
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import allocations, jobs, node_conditions, nodes, ranks, tenant_secrets
+from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
 from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
@@ -77,6 +79,10 @@ class ControlPlane:
         """The nodes, for operators."""
         self.node_changes, self.changed = NodeChanges(), threading.Event()
         """Changes that nodes should look at, and whether the scheduler should."""
+        self.progress: dict[str, RunProgress] = {}
+        """Of running jobs that report it, since this service has started."""
+        self._saves: dict[str, tuple[str, int | None]] = {}
+        """Start and step of the newest recorded save of these."""
         self._heard: dict[str, tuple[int, str | None, NodeReport, NodeOrders]] = {}
         """What each node last reported at which version, as whom, and its orders: repeating it needs no database."""
 
@@ -306,6 +312,7 @@ class ControlPlane:
 
     def finish_job(self, transaction: Transaction, name: str) -> None:
         """See JobControl."""
+        self.progress.pop(name, None)
         finish_if_exited(transaction, name, self.now_s, self._clock())
 
     # -- what nodes report
@@ -330,12 +337,19 @@ class ControlPlane:
             )
         self.fleet.silence.hear(report.node)
         problems = json.dumps(report.problems)
-        if _news(report, rows) or known.state != _state(report, rows, known) or (known.problems or "[]") != problems:
+        saves = self._take_progress(report, rows)
+        if (
+            saves
+            or _news(report, rows)
+            or known.state != _state(report, rows, known)
+            or (known.problems or "[]") != problems
+        ):
             with self._store.write() as transaction:  # with what holds now: it may have been given up meanwhile
                 known = transaction.execute(_KNOWN, {"name": report.node}).one()
                 rows = _by_key(transaction.execute(_WANTED, {"name": report.node}).all())
                 self.fleet.set_problems(transaction, report.node, problems)
                 self.fleet.set_state(transaction, report.node, _state(report, rows, known))
+                transaction.add_lines([line for line in saves if self._runs(transaction, line["saves"])])
                 for start in _news(report, rows):
                     self._take_report(transaction, rows[start.key], start.state, start.result)
                 rows = _by_key(transaction.execute(_WANTED, {"name": report.node}).all())
@@ -361,6 +375,27 @@ class ControlPlane:
             requests = connection.execute(wanted).scalars().all()
         if not any(json.loads(request)["site"].get("code") == digest for request in requests):
             raise UsageError(f"no job on this node has code {digest[:12]}")
+
+    def _take_progress(self, report: NodeReport, rows: Mapping[str, Row[Any]]) -> list[dict[str, Any]]:
+        """Remember the progress that a node reports; return the lines of new saves."""
+        lines = []
+        for start in report.starts:
+            row = rows.get(start.key)
+            if start.progress is None or row is None or row.job_state != "running":
+                continue
+            key, before = f"{row.job}:{row.start}", self.progress.get(row.job)
+            if self._saves.get(row.job) != (key, start.progress.saved_step) or before is None:
+                saved = start.progress.saved_unix_s
+                age_s = None if saved is None else max(self._clock() - saved, 0.0) * self._speed
+                lines.append({"at": self.now_s, "saves": row.job, "age_s": age_s})
+                self._saves[row.job] = key, start.progress.saved_step
+            self.progress[row.job] = start.progress
+        return lines
+
+    @staticmethod
+    def _runs(transaction: Transaction, name: str) -> bool:
+        running = (jobs.c.id == name) & (jobs.c.state == "running")
+        return transaction.execute(select(jobs.c.id).where(running)).first() is not None
 
     def _secret_values(self, rows: Sequence[Row[Any]]) -> dict[str, dict[str, str] | None]:
         """The values of the jobs that a node is to start, by id; None if they cannot be read."""
@@ -438,36 +473,10 @@ class ControlPlane:
                         self._tell_to_stop(transaction, row, why, record=False)
                         reason = own_reason(decision.reason).sentence
                         transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(reason=reason))
-                for decision in acted:
-                    if decision.kind == "start":
-                        self._grant(transaction, decision)
+                starts = [decision for decision in acted if decision.kind == "start"]
+                grant_starts(transaction, starts, self._clock())
         self.nodes_changed(transaction.nodes)
         return True
-
-    def _grant(self, transaction: Transaction, decision: LiveDecision) -> None:
-        started = select(jobs.c.id, jobs.c.starts).where(jobs.c.id.in_(decision.after))
-        starts = {row.id: row.starts for row in transaction.execute(started)}
-        number = transaction.execute(select(jobs.c.starts).where(jobs.c.id == decision.job)).scalar_one() + 1
-        values = {"state": "starting", "starts": number, "stop": "", "exit_status": None}
-        values["reason"] = _starting_reason(decision)
-        transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(values))
-        transaction.execute(delete(ranks).where(ranks.c.job == decision.job))
-        spec = transaction.execute(select(nodes.c.spec).where(nodes.c.name == decision.grant[0][0])).scalar_one()
-        job = transaction.execute(select(jobs.c.tenant, jobs.c.demand).where(jobs.c.id == decision.job)).one()
-        held = {"tenant": job.tenant, "chip": json.loads(spec)["chip"], "began": self._clock()}
-        held["gpus"] = sum(len(ids) for _, ids in decision.grant)
-        held["cpus"] = len(decision.grant) * json.loads(job.demand).get("cpus", 0.0)
-        transaction.execute(insert(allocations).values(job=decision.job, start=number, **held))
-        machines = json.dumps([node for node, _ in decision.grant])
-        fields = {"job": decision.job, "start": number, "state": "granted", "machines": machines}
-        fields["after"] = json.dumps(sorted(starts.items()))
-        transaction.execute(
-            insert(ranks),
-            [
-                fields | {"rank": rank, "node": node, "gpus": json.dumps(ids)}
-                for rank, (node, ids) in enumerate(decision.grant)
-            ],
-        )
 
     def apply(self) -> int:
         """Ask nodes to start what nothing stands in the way of any more, all ranks of a job or none; return how many
@@ -508,11 +517,6 @@ def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -
         secrets.get(row.job, {}),
         row.tenant,
     )
-
-
-def _starting_reason(decision: LiveDecision) -> str:
-    on = ", ".join(node for node, _ in decision.grant)
-    return f"starting on {on}" + (" once what runs there has exited" if decision.after else "")
 
 
 def _state(report: NodeReport, wanted: Mapping[str, Any], known: Row[Any]) -> str:

@@ -71,6 +71,7 @@ PERMISSIONS: dict[str, Need] = {
     "GET /api/v1/nodes": _READ,
     "GET /api/v1/events": _READ,
     "GET /api/v1/usage": _READ,
+    "POST /api/v1/simulate": _READ,  # changes nothing
     "GET /metrics": Permission("admin", "read"),  # of all tenants
     "POST /api/v1/join": OPEN,  # with a join token, which the route checks
     "POST /api/v1/join-tokens": _ADMIN,

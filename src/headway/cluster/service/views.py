@@ -41,6 +41,12 @@ def find_jobs(connection: Connection, name: str, tenants: Tenants = None) -> lis
     return [] if row is None else [row.array or row.id]
 
 
+def own_names(connection: Connection, ids: Collection[str], tenants: Tenants) -> dict[str, str]:
+    """The names of those of some jobs that are of some tenants, by id."""
+    rows = connection.execute(select(jobs.c.id, jobs.c.name).where(jobs.c.id.in_(ids), _of(tenants)))
+    return {row.id: row.name for row in rows}
+
+
 def own_events(
     connection: Connection, after: int, lines: Sequence[Mapping[str, Any]], tenants: Tenants
 ) -> list[ClusterEvent]:

@@ -25,7 +25,20 @@ from headway.cluster.service.record_lines import RecordLines
 from headway.errors import UsageError
 from headway.http_server import read_key
 
-KINDS = ("job", "start", "running", "stop", "move", "stopping", "exited", "priority", "hold", "unhold", "node")
+KINDS = (
+    "job",
+    "start",
+    "running",
+    "stop",
+    "move",
+    "resize",
+    "stopping",
+    "exited",
+    "priority",
+    "hold",
+    "unhold",
+    "node",
+)
 DEFAULT_KINDS = ("exited", "stop", "node")
 MOST_EVENTS = 50
 """Of one post."""
