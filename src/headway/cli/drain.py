@@ -43,8 +43,9 @@ def drain(
         begins = _time(at)
         ends = begins + _length(length)
         connection.put(path, {"begins": begins, "ends": ends})
-        until = datetime.fromtimestamp(ends).astimezone().isoformat(" ", "minutes")
-        said = {"text": f"node {node} will be empty from {at} to {until}", "node": node, "begins": begins, "ends": ends}
+        first, last = (datetime.fromtimestamp(when).astimezone().isoformat("T", "minutes") for when in (begins, ends))
+        text = f"node {node} will be empty from {first} to {last}"
+        said = {"text": text, "node": node, "begins": begins, "ends": ends}
     else:
         jobs = connection.post(node_path(node, "drain"))["jobs"]
         asked = f"{plural(len(jobs), 'job')} asked to save and stop" + (f": {', '.join(jobs)}" if jobs else "")

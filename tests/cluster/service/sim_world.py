@@ -264,8 +264,9 @@ class World:
         self.seen["drained"] += len(plane.fleet.drain(self.rng.choice(list(self.disks))))
 
     def maintain(self, plane: ControlPlane) -> None:
-        begins = plane.wall_s + self.rng.choice((-5.0, 100.0, 700.0))
-        plane.fleet.schedule_maintenance(self.rng.choice(list(self.disks)), begins, begins + 200)
+        """Short, and most of them far away: ten minutes before, a node is emptied."""
+        begins = plane.wall_s + self.rng.choice((-5.0, 1000.0, 1000.0, 1000.0))
+        plane.fleet.schedule_maintenance(self.rng.choice(list(self.disks)), begins, begins + 50)
 
     # -- nodes
 
@@ -364,7 +365,7 @@ class World:
             self.skew += rng.choice((-100.0, 20.0, 3600.0))
         self.run_processes()
         acts = ("cycle",) * 10 + ("submit",) * 4 + ("cancel", "hold", "release", "warn_job", "set_priority")
-        acts += ("cordon", "uncordon", "uncordon", "drain", "maintain")
+        acts += ("cordon", "drain", "maintain") + ("uncordon",) * 6
         calm = ("cycle", "cycle", "cycle", "cycle", "release", "uncordon")
         self.serve(rng.choice(acts if self.faults else calm))
         for name in self.disks:
@@ -373,7 +374,8 @@ class World:
         if self._lossy(0.01):
             self.reboot(rng.choice(list(self.disks)))
         if self._lossy(0.03):
-            self.cut[rng.choice(list(self.disks))] = self.time + rng.choice((20.0, 300.0, 1000.0))
+            busy = sorted({process.node for process in self.processes if process.alive})
+            self.cut[rng.choice(busy or list(self.disks))] = self.time + rng.choice((20.0, 300.0, 1000.0))
         self.check()
 
     # -- what must hold

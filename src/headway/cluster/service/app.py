@@ -96,8 +96,7 @@ def make_app(
     _add_cluster_routes(app, service)
     add_operation_routes(app, service)
     add_node_routes(app, service, authority)
-    if code is not None:
-        add_code_routes(app, service, code)
+    add_code_routes(app, service, code)
     add_access_routes(app, service, accounts)
     add_tenant_routes(app, service, accounts)
     return app

@@ -132,19 +132,24 @@ def add_node_routes(app: FastAPI, service: LiveService, authority: Authority | N
         return NodeChange(changed=plane.fleet.cordon(node, verb == "cordon"), jobs=[])
 
 
-def add_code_routes(app: FastAPI, service: LiveService, code: CodeStore) -> None:
-    """Add the routes by which code comes from users, and goes to the nodes that run it."""
+def add_code_routes(app: FastAPI, service: LiveService, code: CodeStore | None) -> None:
+    """Add the routes by which code comes from users, and goes to the nodes that run it; without a store none does."""
+
+    def store() -> CodeStore:
+        if code is None:
+            raise EngineError("this service keeps no uploaded code", hint="headway up does")
+        return code
 
     @app.put("/api/v1/code/{digest}", openapi_extra=_ARCHIVE)
     async def put_code(digest: Digest, request: Request) -> dict[str, str]:
         data = await request.body()
-        await run_in_threadpool(code.put, digest, data)
+        await run_in_threadpool(store().put, digest, data)
         return {"digest": digest}
 
     @app.get("/api/v1/code/{digest}", response_class=Response)
     def get_code(digest: Digest, request: Request) -> Response:
         service.plane.check_code(digest, request.scope.get(PEER))
-        return Response(code.get(digest), media_type="application/gzip")
+        return Response(store().get(digest), media_type="application/gzip")
 
 
 def _authority(authority: Authority | None) -> Authority:
