@@ -320,6 +320,7 @@ def measure_agents(folder: Path, agents: int, seconds: float) -> dict[str, Any]:
 
     async def user(port: int, ends: float, latencies: list[float]) -> None:
         client = Client(port, USER_TOKEN)
+        await asyncio.sleep(HEARTBEAT_S)  # until all agents have come
         for path in itertools.cycle(("/api/v1/jobs", "/api/v1/events", "/api/v1/whoami", "/api/v1/jobs?over=true")):
             if time.perf_counter() > ends:
                 return

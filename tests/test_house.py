@@ -72,6 +72,7 @@ VERBS = [
     ["node", "join", "http://localhost:1", "--token-file", "none"], ["drain", "n"], ["drain", "n", "--at", "never"],
     ["queue"], ["why", "job"], ["hold", "job"], ["release", "job"],
     ["submit", "--", "true"], ["nodes", "--engine", "service"],
+    ["events"], ["priority", "job", "1"], ["usage"], ["simulate", "--from-live", "--policy", "fifo"],
     ["login", "http://host:1", "--token-file", "none"], ["whoami"], ["users"], ["tokens"], ["tokens", "add"],
     ["tenants"], ["budget"], ["secrets", "ls"], ["secrets", "set", "x"], ["events", "--audit"],
     ["jobs"], ["cancel", "last"], ["requeue", "last"], ["nodes"], ["nodes", "--engine", "none"],

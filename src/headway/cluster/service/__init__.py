@@ -10,5 +10,9 @@ secret_store.py     encrypted secrets; tenant_changes.py changes the tree of ten
 app.py              the HTTP API behind access_guard.py; views.py what it answers
 live_service.py     threads and agents of a running service; decider.py decides in a process of its own
 certificates.py     the service's authority and its server; peer_certificate.py tells who a client is
+new_jobs.py         submissions; offers.py tells the scheduler of those that nothing stands in the way of
+folds.py            bounded starts, over record_lines.py; event_sentences.py is the record for people
+run_progress.py     what runs have saved; trials.py tries a job or a policy
+usage.py metrics.py webhooks.py  what operators watch, by operation_routes.py
 service_engine.py   the service as an engine, over connection.py
 """
