@@ -87,4 +87,4 @@ def _audit_line(entry: dict[str, Any]) -> str:
     at = datetime.fromtimestamp(entry["at"], UTC).strftime("%Y-%m-%d %H:%M:%S")
     what = f"{entry['action'].split()[0]} {entry['target']}" + (f"  ({entry['detail']})" if entry["detail"] else "")
     refused = "  refused" if entry["outcome"] == "refused" else ""
-    return f"{at}  {entry['user']} by token {entry['token']}  {what}{refused}"
+    return f"{at}  {entry['user']}: {what}{refused}"

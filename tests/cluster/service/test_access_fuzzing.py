@@ -62,6 +62,8 @@ def test_no_request_made_from_the_document_is_a_server_error(world: AccessWorld)
     for result in schema.get_all_operations():
         operation = result.ok()
         row = f"{operation.method.upper()} {operation.path}"
+        if row == "PUT /api/v1/code/{digest}":  # an archive, which the document cannot describe
+            continue
         token = world.tokens["root"] if isinstance(PERMISSIONS[row], Permission) else NODE_TOKEN
         try:
             tried += fuzz(operation, own | {"authorization": f"Bearer {token}"}, checks)

@@ -185,9 +185,9 @@ def test_who_may_do_what(world: AccessWorld, row: str) -> None:
             else:
                 assert answer.status_code in (400, 403), what
                 assert PLACES["other"] not in answer.text.replace(path, "").replace("'blue'", ""), what
-        path, body = request_of(world, row, PLACES[place], "red-member")
-        for nobody in (None, "wrong", NODE_TOKEN):
-            assert world.ask(nobody, method, path, body).status_code == 401
+    path, body = request_of(world, row, "red", "red-member")
+    for nobody in (None, "wrong", NODE_TOKEN):
+        assert world.ask(nobody, method, path, body).status_code == 401
 
 
 def test_health_needs_no_token_and_only_nodes_report(world: AccessWorld) -> None:

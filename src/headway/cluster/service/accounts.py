@@ -74,8 +74,8 @@ class Accounts:
         with self._store.write() as transaction:
             if FIRST not in self._users:
                 transaction.execute(insert(users).values(name=FIRST, role="admin", tenant=None, created=now))
-            made = Token(secrets.token_hex(4), FIRST, "headway up", SCOPES, now, None)
-            transaction.execute(insert(tokens).values(_row(made, token)))
+            first = Token(secrets.token_hex(4), FIRST, "headway up", SCOPES, now, None)
+            transaction.execute(insert(tokens).values(_row(first, token)))
         self._load()
         return True
 
@@ -143,12 +143,12 @@ class Accounts:
     def issue(self, user: str, scopes: tuple[Scope, ...], label: str, lifetime_s: float) -> tuple[Token, str]:
         """Make a token for a user. The token itself is returned once, and kept nowhere."""
         text, now = new_token(), self._clock()
-        made = Token(secrets.token_hex(4), user, label, scopes, now, now + lifetime_s)
-        describe(f"token {made.id} of {user}, scopes {', '.join(scopes)}")
+        token = Token(secrets.token_hex(4), user, label, scopes, now, now + lifetime_s)
+        describe(f"token {token.id} of {user}, scopes {', '.join(scopes)}")
         with self._store.write() as transaction:
-            transaction.execute(insert(tokens).values(_row(made, text)))
+            transaction.execute(insert(tokens).values(_row(token, text)))
         self._load()
-        return made, text
+        return token, text
 
     def revoke(self, token: str) -> None:
         """End a token: the next request with it is refused."""
