@@ -38,22 +38,22 @@ def drain(
     if cancel:
         if not connection.delete(path)["changed"]:
             raise UsageError(f"node {node} has no planned maintenance")
-        said: dict[str, Any] = {"text": f"node {node} stays", "node": node}
+        answer: dict[str, Any] = {"text": f"node {node} stays", "node": node}
     elif at is not None and length is not None:
         begins = _time(at)
         ends = begins + _length(length)
         connection.put(path, {"begins": begins, "ends": ends})
         first, last = (datetime.fromtimestamp(when).astimezone().isoformat("T", "minutes") for when in (begins, ends))
         text = f"node {node} will be empty from {first} to {last}"
-        said = {"text": text, "node": node, "begins": begins, "ends": ends}
+        answer = {"text": text, "node": node, "begins": begins, "ends": ends}
     else:
         jobs = connection.post(node_path(node, "drain"))["jobs"]
         asked = f"{plural(len(jobs), 'job')} asked to save and stop" + (f": {', '.join(jobs)}" if jobs else "")
-        said = {"text": f"node {node} gets no new jobs; {asked}", "node": node, "jobs": jobs}
+        answer = {"text": f"node {node} gets no new jobs; {asked}", "node": node, "jobs": jobs}
     if json:
-        print_json({key: value for key, value in said.items() if key != "text"})
+        print_json({key: value for key, value in answer.items() if key != "text"})
         return
-    print(said["text"])
+    print(answer["text"])
     print(f"next: {command(root, 'nodes')} --engine service")
 
 

@@ -1,5 +1,6 @@
 """`headway node`: makes this machine a node of a service, and keeps jobs off nodes."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -76,10 +77,10 @@ def join(
     folder: Folder = None,
 ) -> None:
     """Make this machine a node of a service, and run its agent."""
+    place = _place(folder)
     from headway.cluster.service.local_cluster import this_machine
     from headway.cluster.service.node_agent import NodeSettings, join_cluster, run_node
 
-    place = _place(folder)
     spec = this_machine(gpus, cpus)
     pin = None if fingerprint is None else read_fingerprint(fingerprint)
     users = _users(tenant_user or [], tenant)
@@ -95,9 +96,10 @@ def join(
 @app.command()
 def run(folder: Folder = None) -> None:
     """Run the agent of a node that has joined; jobs go on when it ends."""
+    place = _place(folder)
     from headway.cluster.service.node_agent import run_node
 
-    raise typer.Exit(run_node(_place(folder)))
+    raise typer.Exit(run_node(place))
 
 
 @app.command()
@@ -123,11 +125,11 @@ def _change(node: str, verb: str, runs: Path | None, json: bool) -> None:
     root = runs_root(runs)
     answer = connect(root).post(node_path(node, verb))
     if not answer["changed"]:
-        raise UsageError(f"node {node} is {'' if verb == 'cordon' else 'not '}cordoned already")
+        raise UsageError(f"node {node} is cordoned already" if verb == "cordon" else f"node {node} is not cordoned")
     if json:
         print_json(answer)
         return
-    print(f"node {node} is {verb}ed")
+    print(f"node {node} is cordoned" if verb == "cordon" else f"node {node} is uncordoned")
     print(f"next: {command(root, 'nodes')} --engine service")
 
 
@@ -142,7 +144,10 @@ def _users(pairs: list[str], tenant: str | None) -> dict[str, str]:
 
 
 def _place(folder: Path | None) -> Path:
-    """Return the folder of this machine's node."""
+    """Return the folder of this machine's node; UsageError if nodes cannot run here."""
+    missing = [name for name in ("cryptography", "fastapi", "sqlalchemy") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"headway node needs {missing[0]}", hint="pip install 'headway[control]'")
     from headway.cluster.service.node_folder import default_node_folder
 
     return (folder or default_node_folder()).absolute()

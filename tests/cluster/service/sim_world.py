@@ -70,6 +70,8 @@ class Process:
     warned: float | None = None
     told: float | None = None
     sent: int = 0
+    killed: float | None = None
+    """When a SIGKILL takes effect."""
     result: RankResult | None = None
     abandoned: bool = False
     """Whether the service has given it up; it may still run on a node that is cut off."""
@@ -107,7 +109,9 @@ class SimStarts(Starts):
             self.world.warn(process)
 
     def kill(self, key: str) -> None:
-        self.on_disk[key].result = RankResult()
+        process = self.on_disk[key]
+        if process.killed is None:  # what is killed may need a while to be gone
+            process.killed = self.world.time + self.world.rng.choice((0.0, 5.0, 30.0))
 
     def forget(self, key: str) -> None:
         self.world.points.reach("node")
@@ -352,7 +356,9 @@ class World:
                 self.ended.setdefault(process.key, self.time)
                 continue
             after_s = None if process.warned is None else process.warned - process.began
-            if process.told is not None and self.time >= process.told + process.request.grace_s:
+            if process.killed is not None and self.time >= process.killed:
+                process.result = RankResult()
+            elif process.told is not None and self.time >= process.told + process.request.grace_s:
                 process.result = RankResult(137, after_s)
             elif self.time >= process.ends:
                 process.result = RankResult(process.status, after_s)

@@ -64,7 +64,7 @@ def run_agent(
         agent = ClusterNode(name, starts)
         version: int | None = None
         sent: object = None
-        told, checked = "", -math.inf
+        printed, checked = "", -math.inf
         while go_on():
             sent_at = time.monotonic()
             if spec is not None and sent_at > checked + CHECK_S:
@@ -75,12 +75,12 @@ def run_agent(
                 fields = {"report": report, "protocol": PROTOCOL}
                 answer = connection.post("/api/v1/sync", fields | {"version": version, "wait_s": wait_s})
             except HeadwayError as error:
-                if error.message != told:  # once, however long it lasts
+                if error.message != printed:  # once, however long it lasts
                     print(f"node {name}: {error.message}", file=sys.stderr, flush=True)
-                told, version = error.message, None
+                printed, version = error.message, None
                 time.sleep(RETRY_S if isinstance(error, EngineUnreachable) else 10 * RETRY_S)
                 continue
-            told = ""
+            printed = ""
             version, sent = answer["version"], report
             if not agent.obey(ORDERS.validate_python(answer["orders"]), time.monotonic() - sent_at):
                 print(

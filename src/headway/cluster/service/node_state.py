@@ -39,21 +39,21 @@ class NodeSilence:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._looked = clock, clock()
-        self._heard: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
 
     def hear(self, *names: str) -> None:
         """Note that nodes have reported, or are expected to from now on."""
         now = self._clock()
-        self._heard |= dict.fromkeys(names, now)
+        self._reported |= dict.fromkeys(names, now)
 
     def look(self) -> None:
         """Note that the service is awake: time beyond LONGEST_LOOK_S since the last look is no silence of any node."""
         now = self._clock()
         missed = max(now - self._looked - LONGEST_LOOK_S, 0.0)
-        self._heard = {name: min(heard + missed, now) for name, heard in self._heard.items()}
+        self._reported = {name: min(reported + missed, now) for name, reported in self._reported.items()}
         self._looked = now
 
     def silent_s(self, name: str) -> float:
         """Seconds since a node has reported; infinite for one that is not expected to."""
-        heard = self._heard.get(name)
-        return float("inf") if heard is None else self._clock() - heard
+        reported = self._reported.get(name)
+        return float("inf") if reported is None else self._clock() - reported
