@@ -9,14 +9,15 @@ from headway.cli.text import columns, duration, plural, print_json, shortened
 from headway.cluster.engines.engine import OVER
 from headway.cluster.engines.scripts import list_logs, log_folder
 from headway.cluster.service.connection import ADDRESS, connect, job_path, service_folder
-from headway.errors import EngineError, UsageError
+from headway.cluster.service.login import login_file
+from headway.errors import EngineError, EngineUnreachable, UsageError
 
 _POLL_S = 0.5
 
 
 def has_service(root: Path) -> bool:
-    """Return whether a service was ever started for a folder of runs."""
-    return (service_folder(root) / ADDRESS).exists()
+    """Return whether a service was ever started for a folder of runs, or the user has logged in to one."""
+    return (service_folder(root) / ADDRESS).exists() or login_file().exists()
 
 
 def service_job(root: Path, name: str) -> list[dict[str, Any]] | None:
@@ -27,21 +28,29 @@ def service_job(root: Path, name: str) -> list[dict[str, Any]] | None:
         rows: list[dict[str, Any]] = connect(root).get(job_path(name))
     except UsageError:
         return None
+    except EngineUnreachable:  # whoever is logged in somewhere may mean a run of this folder
+        if (service_folder(root) / ADDRESS).exists():
+            raise
+        return None
     return rows or None
 
 
-def change_job(root: Path, name: str, verb: str, json: bool) -> None:
-    """Have the service cancel, hold or release a job, and print what has become of it."""
-    answer = connect(root).post(job_path(name, verb))
-    if not answer["changed"]:
-        states = sorted({row["state"] for row in answer["jobs"]})
+def change_job(root: Path, name: str, verb: str, json: bool, body: dict[str, Any] | None = None) -> None:
+    """Have the service change a job, and print what has become of it."""
+    answer = connect(root).post(job_path(name, verb), body)
+    states = sorted({row["state"] for row in answer["jobs"]})
+    if not answer["changed"] and verb == "priority":
+        if set(states) <= OVER:
+            raise EngineError(f"cannot change the priority of job {name}: it is {', '.join(states)}")
+    elif not answer["changed"]:
         held = "" if verb == "hold" else " and not held"
         raise EngineError(f"cannot {verb} job {name}: it is {', '.join(states)}{held}", hint="only waiting jobs can")
     if json:
         print_json(answer["jobs"])
         return
     for row in answer["jobs"]:
-        print(f"job {row['id']} ({row['name']}) is {state_of(row)}")
+        priority = f", with priority {row['priority']}" if verb == "priority" else ""
+        print(f"job {row['id']} ({row['name']}) is {state_of(row)}{priority}")
 
 
 def state_of(row: dict[str, Any]) -> str:

@@ -5,13 +5,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from headway.cli.options import Json
+from headway.cli.live_trial import try_live
+from headway.cli.options import Json, Runs
 from headway.cli.progress import terminal_bars
 from headway.cli.text import plural, print_json
 from headway.cluster.simulate import (
@@ -32,7 +34,9 @@ from headway.cluster.simulate import (
 )
 from headway.errors import UsageError
 from headway.hardware import load_cluster, parse_on
+from headway.track import runs_root
 
+DEFAULT_POLICIES = "headway,slurm,kueue,fifo"
 MAX_SKIPPED_LINES = 10
 """Skipped jobs that the table lists."""
 
@@ -75,7 +79,7 @@ def simulate(
             metavar="NAME,...",
             help="Policies: headway, slurm, kueue, fifo, las, edf; sjf and srtf are oracles.",
         ),
-    ] = "headway,slurm,kueue,fifo",
+    ] = DEFAULT_POLICIES,
     preemptible: Annotated[float, typer.Option("--preemptible", min=0, max=1, help="Share of preemptible jobs.")] = 0.5,
     elastic: Annotated[
         float,
@@ -93,6 +97,9 @@ def simulate(
         float, typer.Option("--repair", min=0, metavar="SECONDS", help="Duration of a node's repair.")
     ] = 14400,
     spares: Annotated[int, typer.Option("--spares", min=0, help="Nodes held in reserve.")] = 0,
+    start: Annotated[
+        str, typer.Option("--start", metavar="DATE", help="Day of second 0, for monthly budgets.")
+    ] = "1970-01-01",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of what a trace does not specify.")] = 0,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Plot usage and queue over time.")
@@ -101,9 +108,26 @@ def simulate(
         Path | None,
         typer.Option("--record", metavar="DIR", help="Record decisions for headway replay and headway why."),
     ] = None,
+    from_live: Annotated[
+        bool, typer.Option("--from-live", help="Try --add or one --policy on the service's cluster as it is now.")
+    ] = False,
+    add: Annotated[
+        Path | None, typer.Option("--add", metavar="JOB.toml", help="With --from-live: a job to try.")
+    ] = None,
+    runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Simulate a job trace under several policies: months in seconds."""
+    """Simulate a job trace under several policies: months in seconds.
+
+    Or try a job or a policy on the service's cluster before changing anything: --from-live.
+    """
+    if from_live:
+        if trace_file is not None or workload is not None or on is not None or cluster is not None:
+            raise UsageError("--from-live simulates the service's cluster", hint="leave trace and cluster out")
+        try_live(runs_root(runs), add, None if policy == DEFAULT_POLICIES else policy, json)
+        return
+    if add is not None:
+        raise UsageError("--add is for --from-live", hint="add --from-live")
     policies = find_policies(policy)
     chip, per_node, nodes, site = _where(on, cluster, topology, away)
     setup = SimulationSetup(
@@ -118,6 +142,7 @@ def simulate(
         node_days=node_days,
         repair_s=repair,
         spares=spares,
+        unix_zero_s=_unix_s(start),
         seed=seed,
     )
     if spares >= nodes:
@@ -138,6 +163,14 @@ def simulate(
         print_json(limits | {"policies": summaries})
     else:
         print("\n".join(_table(trace, setup, summaries, zero_wait_bound(trace), skipped)))
+
+
+def _unix_s(day: str) -> float:
+    """Return when a day begins, in Unix seconds."""
+    try:
+        return datetime.strptime(day, "%Y-%m-%d").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        raise UsageError(f"--start {day!r} is not a day", hint="for example --start 2026-11-01") from None
 
 
 def _where(

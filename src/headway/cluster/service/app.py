@@ -1,26 +1,37 @@
 """The HTTP API of the service: each route checks its input and calls one function of the control plane."""
 
-import asyncio
+import time
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query, Request
-from fastapi.concurrency import run_in_threadpool
+from fastapi import FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import to_jsonable_python
+from starlette.exceptions import HTTPException
 
 from headway import __version__
 from headway.cluster.engines.submissions import request_from_json
-from headway.cluster.service.access_guard import TokenGuard
-from headway.cluster.service.demand import job_of
+from headway.cluster.service.access_guard import AccessGuard, GuardSettings
+from headway.cluster.service.access_routes import Caller, add_access_routes
+from headway.cluster.service.accounts import Accounts
+from headway.cluster.service.api_document import ERROR_ANSWERS, complete_document, no_such_route
+from headway.cluster.service.certificates import Authority
+from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
-from headway.cluster.service.messages import REPORT
-from headway.cluster.service.views import find_jobs, list_jobs, list_nodes
+from headway.cluster.service.new_jobs import NewJob
+from headway.cluster.service.node_routes import add_code_routes, add_node_routes
+from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
+from headway.cluster.service.ownership import own_key, own_request
+from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
+from headway.cluster.service.tenant_routes import add_tenant_routes
+from headway.cluster.service.uploaded_code import CodeStore
+from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
+from headway.cluster.service.visibility import own_explanation, own_node
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
 
-POLL_S = 0.02
-LONGEST_WAIT_S = 10.0
+MOST_AT_ONCE = 100
+"""Submissions of one batch."""
+JobName = Annotated[str, Path(min_length=1, max_length=200, description="Id, array, or name of the newest such job.")]
 
 
 class JobSubmission(BaseModel):
@@ -32,6 +43,25 @@ class JobSubmission(BaseModel):
     key: str | None = Field(default=None, min_length=1, max_length=200)
     dry: bool = False
 
+    def new_job(self, caller: Principal, tenants: frozenset[str] | None) -> NewJob:
+        """What is to be queued for a caller who sees these tenants."""
+        request = own_request(request_from_json(self.request), caller, tenants)
+        return NewJob(request, self.secrets, own_key(self.key, caller))
+
+
+class JobBatch(BaseModel):
+    """Jobs to queue together, all or none."""
+
+    model_config = ConfigDict(extra="forbid")
+    jobs: Annotated[list[JobSubmission], Field(min_length=1, max_length=MOST_AT_ONCE)]
+
+
+class PriorityRequest(BaseModel):
+    """A new priority."""
+
+    model_config = ConfigDict(extra="forbid")
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+
 
 class SignalRequest(BaseModel):
     """A signal to send."""
@@ -40,79 +70,114 @@ class SignalRequest(BaseModel):
     number: Annotated[int, Field(ge=1, le=64)]
 
 
-class NodeSync(BaseModel):
-    """A node's report."""
-
-    model_config = ConfigDict(extra="forbid")
-    report: dict[str, Any]
-    version: int | None = None
-    """The version of its last orders: if they are still the same, the answer may wait."""
-    wait_s: Annotated[float, Field(ge=0, le=LONGEST_WAIT_S)] = 0.0
-
-
-def make_app(service: LiveService, user_token: str, node_token: str, host: str) -> FastAPI:
-    """The application of a service."""
-    app = FastAPI(title="Headway", version=__version__, docs_url=None, redoc_url=None)
+def make_app(
+    service: LiveService,
+    user_token: str,
+    node_token: str,
+    host: str,
+    *,
+    accounts: Accounts | None = None,
+    guard: GuardSettings | None = None,
+    authority: Authority | None = None,
+    code: CodeStore | None = None,
+) -> FastAPI:
+    """The application of a service; `user_token` acts for the first admin."""
+    accounts = accounts or Accounts(service.store, time.time)
+    accounts.admit_first(user_token)
+    app = FastAPI(title="Headway", version=__version__, docs_url=None, redoc_url=None, responses=ERROR_ANSWERS)
+    complete_document(app)
     app.state.stopping = service.stopping
-    app.add_middleware(TokenGuard, user_token=user_token, node_token=node_token, host=host)
+    app.add_middleware(AccessGuard, accounts=accounts, settings=guard or GuardSettings(node_token, host))
     app.add_exception_handler(HeadwayError, _headway_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ValidationError, _invalid)
+    app.add_exception_handler(HTTPException, no_such_route)
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
+    add_operation_routes(app, service)
+    add_node_routes(app, service, authority)
+    add_code_routes(app, service, code)
+    add_access_routes(app, service, accounts)
+    add_tenant_routes(app, service, accounts)
     return app
 
 
 def _add_job_routes(app: FastAPI, service: LiveService) -> None:
     plane, store = service.plane, service.store
 
-    def names_of(job: str) -> str:
-        with store.read() as connection:
-            names = find_jobs(connection, job)
-        if not names:
-            raise UsageError(f"no job '{job}'", hint="headway queue lists jobs")
-        return names[0]
+    def tenants_of(caller: Principal) -> frozenset[str] | None:
+        return visible_tenants(caller, plane.cluster.values["tenants"])
 
-    def listed(name: str) -> list[dict[str, Any]]:
+    def listed(job: str, caller: Principal) -> list[dict[str, Any]]:
+        """The jobs of an id, array or name that the caller may see: others do not exist for it."""
+        tenants = tenants_of(caller)
         with store.read() as connection:
-            return list_jobs(connection, [name])
+            names = find_jobs(connection, job, tenants)
+            if not names:
+                raise UsageError(f"no job '{job}'", hint="headway queue lists jobs")
+            rows = list_jobs(connection, names, tenants=tenants)
+        return [row | {"progress": plane.progress.get(row["id"])} for row in rows]
+
+    def to_change(job: str, caller: Principal) -> str:
+        """The id or array of jobs that the caller may change."""
+        rows = listed(job, caller)
+        if not all(may_change_job(caller, row["user"]) for row in rows):
+            raise UsageError(f"job '{job}' is of user {rows[0]['user'] or 'unknown'}", hint="ask a tenant-admin")
+        return str(rows[0]["array"] if job not in {row["id"] for row in rows} and rows[0]["array"] else rows[0]["id"])
 
     @app.post("/api/v1/jobs")
-    def submit(submission: JobSubmission) -> dict[str, Any]:
-        request = request_from_json(submission.request)
+    def submit(submission: JobSubmission, caller: Caller) -> dict[str, Any]:
+        new = submission.new_job(caller, tenants_of(caller))
         if submission.dry:
-            plane.cluster.check_job(job_of(request, request.name, plane.now_s, plane.cluster.tenants))
+            plane.cluster.check_job(job_of(new.request, new.request.name, plane.now_s, plane.cluster.tenants))
             return {"id": None}
-        return {"id": plane.submit(request, submission.secrets, submission.key)}
+        return {"id": plane.submit_all([new])[0]}
+
+    @app.post("/api/v1/jobs:batch")
+    def submit_batch(batch: JobBatch, caller: Caller) -> dict[str, Any]:
+        if any(submission.dry for submission in batch.jobs):
+            raise UsageError("a batch cannot be tried", hint="leave dry out")
+        tenants = tenants_of(caller)
+        return {"ids": plane.submit_all([submission.new_job(caller, tenants) for submission in batch.jobs])}
 
     @app.get("/api/v1/jobs")
     def jobs(
-        job: Annotated[list[str] | None, Query(max_length=1000)] = None, over: bool = False
+        caller: Caller, job: Annotated[list[str] | None, Query(max_length=1000)] = None, over: bool = False
     ) -> list[dict[str, Any]]:
         with store.read() as connection:
-            return list_jobs(connection, job or (), over=over)
+            return list_jobs(connection, job or (), over=over, tenants=tenants_of(caller))
 
     @app.get("/api/v1/jobs/{job}")
-    def show(job: str) -> list[dict[str, Any]]:
-        return listed(names_of(job))
+    def show(job: JobName, caller: Caller) -> list[dict[str, Any]]:
+        return listed(job, caller)
 
     @app.get("/api/v1/jobs/{job}/why")
-    def why(job: str) -> dict[str, Any]:
-        return service.why(listed(names_of(job))[0])
+    def why(job: JobName, caller: Caller) -> dict[str, Any]:
+        answer, tenants = service.why(listed(job, caller)[0]), tenants_of(caller)
+        if tenants is None or answer["why"] is None:
+            return answer
+        with store.read() as connection:
+            mine = tenant_jobs(connection, tenants)
+        return answer | {"why": own_explanation(answer["why"], tenants, mine)}
 
     @app.post("/api/v1/jobs/{job}/signal")
-    def send_signal(job: str, body: SignalRequest) -> list[dict[str, Any]]:
-        plane.signal(names_of(job), body.number)
-        return listed(names_of(job))
+    def send_signal(job: JobName, body: SignalRequest, caller: Caller) -> list[dict[str, Any]]:
+        plane.signal(to_change(job, caller), body.number)
+        return listed(job, caller)
+
+    @app.post("/api/v1/jobs/{job}/priority")
+    def set_priority(job: JobName, body: PriorityRequest, caller: Caller) -> dict[str, Any]:
+        changed = plane.set_priority(to_change(job, caller), body.priority)
+        return {"changed": changed, "jobs": listed(job, caller)}
 
     @app.post("/api/v1/jobs/{job}/{verb}")
-    def change(job: str, verb: Literal["cancel", "hold", "release"]) -> dict[str, Any]:
-        name, done = names_of(job), True
+    def change(job: JobName, verb: Literal["cancel", "hold", "release"], caller: Caller) -> dict[str, Any]:
+        name, done = to_change(job, caller), True
         if verb == "cancel":
             plane.cancel(name)
         else:
             done = plane.hold(name, verb == "hold")
-        return {"changed": done, "jobs": listed(name)}
+        return {"changed": done, "jobs": listed(name, caller)}
 
 
 def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
@@ -123,25 +188,15 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
         return {"ok": True}
 
     @app.get("/api/v1/nodes")
-    def nodes() -> list[dict[str, Any]]:
+    def nodes(caller: Caller) -> list[dict[str, Any]]:
+        tenants = visible_tenants(caller, plane.cluster.values["tenants"])
         with store.read() as connection:
-            return list_nodes(connection)
+            mine = tenant_jobs(connection, tenants)
+            return [own_node(node, mine) for node in list_nodes(connection)]
 
     @app.get("/api/v1/record")
-    def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> Any:
-        return list(plane.lines[after : after + limit])
-
-    @app.post("/api/v1/sync")
-    async def sync(body: NodeSync, request: Request) -> Any:
-        report = REPORT.validate_python(body.report)
-        waited = 0.0
-        while body.version == plane.changes and waited < body.wait_s and not service.stopping.is_set():
-            await asyncio.sleep(POLL_S)
-            waited += POLL_S
-        del request
-        version = plane.changes
-        orders = await run_in_threadpool(plane.sync, report)
-        return {"version": version, "orders": to_jsonable_python(orders)}
+    def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000) -> Any:
+        return plane.lines[max(after, plane.lines.first) :][:limit]
 
 
 def _headway_error(_: Request, error: Exception) -> JSONResponse:

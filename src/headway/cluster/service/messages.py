@@ -11,6 +11,10 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.run_progress import JobProgress
+
+PROTOCOL = 1
+"""Version of what is said here: nodes and service must agree."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class StartReport:
     """JOB:START:RANK."""
     state: Literal["running", "exited"]
     result: RankResult | None = None
+    progress: JobProgress | None = None
+    """Of a training run, by the node of its first rank."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class NodeReport:
 
     node: str
     starts: tuple[StartReport, ...] = ()
+    problems: tuple[str, ...] = ()
+    """Why it should get no jobs, a sentence each."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,8 @@ class WantedStart:
     """Signals to send, in order: those that it has not sent yet."""
     secrets: dict[str, str] | None = field(default_factory=dict)
     """Values of secret variables; None if the service has lost them."""
+    tenant: str = ""
+    """Whose job it is."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,8 @@ class NodeOrders:
     cluster: str
     """Id of the cluster: a node obeys no other."""
     starts: tuple[WantedStart, ...] = ()
+    begin_within_s: float = 60.0
+    """Since the report that they answer was sent: later, what they ask for may have been given up."""
 
 
 REPORT = TypeAdapter(NodeReport)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 
 from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart
 from headway.cluster.service.outcome import RankResult
+from headway.errors import EngineUnreachable, HeadwayError
 
 
 class Starts(ABC):
@@ -48,15 +49,18 @@ class ClusterNode:
         self.name, self._starts = name, starts
         self._refused: dict[str, RankResult] = {}
         """Starts that will never begin here, until the service has heard of it."""
+        self.problems: tuple[str, ...] = ()
+        """Why it should get no jobs."""
 
     def report(self) -> NodeReport:
         """Everything that runs here or has exited."""
         known = self._starts.report()
         refused = [StartReport(key, "exited", result) for key, result in self._refused.items()]
-        return NodeReport(self.name, (*known, *refused))
+        return NodeReport(self.name, (*known, *refused), self.problems)
 
-    def obey(self, orders: NodeOrders) -> bool:
-        """Carry out orders; False if they come from a service that is not the newest."""
+    def obey(self, orders: NodeOrders, age_s: float = 0.0) -> bool:
+        """Carry out orders; False if they come from a service that is not the newest. `age_s` is the time since the
+        report was sent that they answer."""
         if not self._starts.accept(orders.epoch, orders.cluster):
             return False
         known = {start.key: start for start in self._starts.report()}
@@ -74,7 +78,8 @@ class ClusterNode:
             if key in self._refused:
                 continue
             if key not in known:
-                self._begin(order)
+                if age_s < orders.begin_within_s:
+                    self._begin(order)
             elif order.action == "end" and known[key].state == "running":
                 self._starts.end(key)
             if order.signals and order.action == "run":
@@ -88,11 +93,15 @@ class ClusterNode:
             self._refused[order.key] = RankResult(lost=True)
         elif order.secrets is None:
             names = ", ".join(order.request["secrets"])  # type: ignore[arg-type]
-            why = f"the service restarted, and the values of {names} are gone: submit the job again"
+            why = f"the service cannot read the values of {names} any more: submit the job again"
             self._refused[order.key] = RankResult(error=why)
         else:
             try:
                 self._starts.begin(order)
+            except EngineUnreachable:  # its code cannot be fetched now: the next orders repeat it
+                return
+            except HeadwayError as error:
+                self._refused[order.key] = RankResult(error=error.message)
             except OSError as error:
                 where = f": {error.filename}" if error.filename else ""
                 self._refused[order.key] = RankResult(error=f"{error.strerror}{where}")
