@@ -22,7 +22,7 @@ from headway.track.runs import create_private_folder
 if TYPE_CHECKING:
     from headway.cluster.service.accounts import Accounts
     from headway.cluster.service.certificates import Authority, ServerTls
-    from headway.cluster.service.webhooks import Webhook
+    from headway.cluster.service.webhooks import EventWebhook
 
 NEEDED = ("fastapi", "prometheus_client", "sqlalchemy", "uvicorn")
 _ANY = ("0.0.0.0", "::")
@@ -162,7 +162,7 @@ def _serve(
     authority: "Authority | None",
     nodes: list[dict[str, Any]],
     listed: list[dict[str, Any]] | None,
-    webhooks: list["Webhook"],
+    webhooks: list["EventWebhook"],
     policy: str,
     database: str | None,
     speed: float,

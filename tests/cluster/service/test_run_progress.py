@@ -15,7 +15,7 @@ from headway.cluster.scheduler.jobs import Job
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.service.cycle import run_cycle
 from headway.cluster.service.messages import StartReport
-from headway.cluster.service.run_progress import TAIL_BYTES, RunProgress, read_progress
+from headway.cluster.service.run_progress import TAIL_BYTES, JobProgress, read_progress
 
 api, database = test_service_api.api, test_service_api.database
 
@@ -87,10 +87,10 @@ def test_save_is_recorded_once_and_shown(api: Api) -> None:
     (start,) = api.sync()
     api.sync(StartReport(start.key, "running"))
     for progress in (
-        RunProgress(3),
-        RunProgress(4),
-        RunProgress(12, 10, api.plane.wall_s - 5),
-        RunProgress(13, 10, 1.0),
+        JobProgress(3),
+        JobProgress(4),
+        JobProgress(12, 10, api.plane.wall_s - 5),
+        JobProgress(13, 10, 1.0),
     ):
         api.sync(StartReport(start.key, "running", None, progress))
     lines = [line for line in api.plane.lines if "saves" in line]

@@ -29,7 +29,7 @@ from headway.cluster.service.usage import Allocation, month_of, usage_of
 from headway.cluster.service.webhooks import (
     MOST_BEHIND,
     TRIES,
-    Webhook,
+    EventWebhook,
     WebhookFollower,
     permitted_address,
     post,
@@ -198,20 +198,20 @@ def test_webhook_connects_to_the_address_that_was_checked(receiver: HTTPServer) 
         return ["127.0.0.1"]
 
     url = f"http://chat.example:{receiver.server_port}/hook?room=1"
-    post(Webhook(url, allow=LOOPBACK, key="k" * 16), b"{}", once)
+    post(EventWebhook(url, allow=LOOPBACK, key="k" * 16), b"{}", once)
     assert asked == [("chat.example", receiver.server_port)]
     ((path, headers, body),) = receiver.posts  # type: ignore[attr-defined]
     assert path == "/hook?room=1"
     assert headers["Host"].startswith("chat.example")
     assert headers["x-headway-signature"] == "sha256=" + hmac.new(b"k" * 16, body, hashlib.sha256).hexdigest()
     with pytest.raises(OSError, match="not public"):
-        post(Webhook(url), b"{}", once)
+        post(EventWebhook(url), b"{}", once)
 
 
 def test_redirect_is_a_failure_and_is_not_followed(receiver: HTTPServer) -> None:
     receiver.statuses.append(302)  # type: ignore[attr-defined]
     with pytest.raises(OSError, match="302"):
-        post(Webhook(f"http://127.0.0.1:{receiver.server_port}/", allow=LOOPBACK), b"{}")
+        post(EventWebhook(f"http://127.0.0.1:{receiver.server_port}/", allow=LOOPBACK), b"{}")
     assert len(receiver.posts) == 1  # type: ignore[attr-defined]
 
 
@@ -228,7 +228,7 @@ class Stopping(threading.Event):
 def test_webhook_tells_chosen_events_once_and_again_after_a_failure(api: Api) -> None:
     bodies, failures, counts = list[dict[str, object]](), [OSError("down")] * 2, Counter[str]()
 
-    def send(_: Webhook, body: bytes) -> None:
+    def send(_: EventWebhook, body: bytes) -> None:
         if failures:
             raise failures.pop()
         bodies.append(json.loads(body))
@@ -236,7 +236,7 @@ def test_webhook_tells_chosen_events_once_and_again_after_a_failure(api: Api) ->
     def counted(outcome: str, count: int) -> None:
         counts[outcome] += count
 
-    follower = WebhookFollower(Webhook("http://x", ("exited", "start")), lambda: api.plane.lines, counted, send)
+    follower = WebhookFollower(EventWebhook("http://x", ("exited", "start")), lambda: api.plane.lines, counted, send)
     stopping = Stopping()
     api.submit(gpus=1)
     (start,) = api.sync()
@@ -254,14 +254,14 @@ def test_webhook_tells_chosen_events_once_and_again_after_a_failure(api: Api) ->
 def test_webhook_that_is_down_loses_its_events_and_nothing_else(api: Api) -> None:
     counts, tries = Counter[str](), []
 
-    def send(_: Webhook, body: bytes) -> None:
+    def send(_: EventWebhook, body: bytes) -> None:
         tries.append(body)
         raise OSError
 
     def counted(outcome: str, count: int) -> None:
         counts[outcome] += count
 
-    follower = WebhookFollower(Webhook("http://x", ("job",)), lambda: api.plane.lines, counted, send)
+    follower = WebhookFollower(EventWebhook("http://x", ("job",)), lambda: api.plane.lines, counted, send)
     api.submit()
     api.sync()
     follower.look(Stopping())
@@ -291,4 +291,4 @@ def test_webhooks_that_are_not_understood_are_refused(tmp_path: Path, text: str,
     with pytest.raises(UsageError, match=words):
         read_webhooks(file)
     file.write_text('[[webhook]]\nurl = "https://x/y"\nevents = ["node"]\nallow = ["10.0.0.0/8"]')
-    assert read_webhooks(file) == [Webhook("https://x/y", ("node",), (ipaddress.ip_network("10.0.0.0/8"),))]
+    assert read_webhooks(file) == [EventWebhook("https://x/y", ("node",), (ipaddress.ip_network("10.0.0.0/8"),))]

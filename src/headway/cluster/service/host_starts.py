@@ -34,7 +34,7 @@ from headway.cluster.service.isolation import Isolation, make_scratch, remove_sc
 from headway.cluster.service.messages import StartReport, WantedStart
 from headway.cluster.service.node import Starts
 from headway.cluster.service.outcome import RankResult
-from headway.cluster.service.run_progress import RunProgress, read_progress
+from headway.cluster.service.run_progress import JobProgress, read_progress
 from headway.cluster.service.secret_files import names_of_files, write_secret_files
 from headway.cluster.service.uploaded_code import CodeStore, cached, unpack
 from headway.track.access import umask_of
@@ -62,7 +62,7 @@ class _Start:
     result: RankResult | None = None
     folder: str | None = None
     """Of the job, for its first rank; it may be a run's."""
-    progress: RunProgress | None = None
+    progress: JobProgress | None = None
     looked: float | None = None
     """When the progress was read, by the monotonic clock."""
 
@@ -98,7 +98,7 @@ class HostStarts(Starts):
             for key, start in self._starts.items()
         ]
 
-    def _progress_of(self, start: _Start) -> RunProgress | None:
+    def _progress_of(self, start: _Start) -> JobProgress | None:
         """The progress of the run of a job's first rank, read now and then."""
         if start.result is not None or start.folder is None:
             return None

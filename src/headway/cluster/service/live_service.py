@@ -18,7 +18,7 @@ from headway.cluster.service.folds import EVERY_LINES, move_history, take_fold
 from headway.cluster.service.metrics import ServiceMetrics
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.store import DamagedRecord, ServiceStore, Superseded
-from headway.cluster.service.webhooks import Webhook, WebhookFollower
+from headway.cluster.service.webhooks import EventWebhook, WebhookFollower
 from headway.errors import EngineError, HeadwayError
 
 AGENT_CHECK_S = 0.5
@@ -38,7 +38,7 @@ class LiveService:
         log: Callable[[str], None],
         decider: DeciderProcess | None = None,
         history: Path | None = None,
-        webhooks: Sequence[Webhook] = (),
+        webhooks: Sequence[EventWebhook] = (),
     ) -> None:
         """`history` is the folder for lines of the record that no start needs any more."""
         self.metrics = ServiceMetrics()

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from headway.cluster.service.outcome import RankResult
-from headway.cluster.service.run_progress import RunProgress
+from headway.cluster.service.run_progress import JobProgress
 
 PROTOCOL = 1
 """Version of what is said here: nodes and service must agree."""
@@ -25,7 +25,7 @@ class StartReport:
     """JOB:START:RANK."""
     state: Literal["running", "exited"]
     result: RankResult | None = None
-    progress: RunProgress | None = None
+    progress: JobProgress | None = None
     """Of a training run, by the node of its first rank."""
 
 

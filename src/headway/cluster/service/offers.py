@@ -71,9 +71,9 @@ def _array_counts(connection: Connection) -> dict[str, int]:
 def _unmet_dependencies(connection: Connection) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return what jobs still wait for, and what became of those that can never be offered: sentences by job."""
     waiting = jobs.alias("waiting")
-    theirs = (dependencies.c.job == waiting.c.id) & (waiting.c.state == "waiting") & ~waiting.c.offered
+    matching = (dependencies.c.job == waiting.c.id) & (waiting.c.state == "waiting") & ~waiting.c.offered
     columns = (dependencies.c.job, dependencies.c.needs, dependencies.c.condition, jobs.c.state)
-    pairs = select(*columns).select_from(dependencies.join(waiting, theirs))
+    pairs = select(*columns).select_from(dependencies.join(waiting, matching))
     rows = connection.execute(
         union_all(
             pairs.join(jobs, jobs.c.id == dependencies.c.needs),
@@ -94,10 +94,10 @@ def _offer(transaction: Transaction, names: Sequence[str], now_s: float) -> list
     """Note that the scheduler knows jobs, if they still wait; return the lines that tell it."""
     lines = list[dict[str, Any]]()
     for first in range(0, len(names), MOST_VALUES):
-        theirs = jobs.c.id.in_(names[first : first + MOST_VALUES]) & (jobs.c.state == "waiting") & ~jobs.c.offered
-        query = select(jobs.c.id, jobs.c.demand, jobs.c.held).where(theirs).order_by(jobs.c.number)
+        matching = jobs.c.id.in_(names[first : first + MOST_VALUES]) & (jobs.c.state == "waiting") & ~jobs.c.offered
+        query = select(jobs.c.id, jobs.c.demand, jobs.c.held).where(matching).order_by(jobs.c.number)
         rows = transaction.execute(query).all()
-        transaction.execute(update(jobs).where(theirs).values(offered=True, reason=""))
+        transaction.execute(update(jobs).where(matching).values(offered=True, reason=""))
         for row in rows:
             lines.append({"at": now_s, "job": json.loads(row.demand)})
             lines += [{"at": now_s, "hold": row.id}] if row.held else []

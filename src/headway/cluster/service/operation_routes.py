@@ -58,7 +58,7 @@ class Trial(BaseModel):
     policy: str | None = Field(default=None, max_length=40)
 
 
-class Estimate(BaseModel):
+class StartTimes(BaseModel):
     """Seconds of the scheduler's time until a job starts; null: it may never."""
 
     p50_s: float | None
@@ -70,8 +70,8 @@ class ComparedStart(BaseModel):
 
     job: str
     name: str | None
-    before: Estimate
-    after: Estimate
+    before: StartTimes
+    after: StartTimes
 
 
 class TrialAnswer(BaseModel):
@@ -168,8 +168,8 @@ def add_operation_routes(app: FastAPI, service: LiveService) -> None:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-def _finite(estimate: dict[str, float]) -> Estimate:
+def _finite(estimate: dict[str, float]) -> StartTimes:
     known = {
         key: seconds if seconds is not None and math.isfinite(seconds) else None for key, seconds in estimate.items()
     }
-    return Estimate(**known)
+    return StartTimes(**known)

@@ -30,7 +30,7 @@ from headway.cluster.service.node_state import node_state, unwanted_starts
 from headway.cluster.service.offers import find_offers, record_offers
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.record_lines import RecordLines
-from headway.cluster.service.run_progress import RunProgress
+from headway.cluster.service.run_progress import JobProgress
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
@@ -79,11 +79,11 @@ class ControlPlane:
         """The nodes, for operators."""
         self.node_changes, self.changed = NodeChanges(), threading.Event()
         """Changes that nodes should look at, and whether the scheduler should."""
-        self.progress: dict[str, RunProgress] = {}
+        self.progress: dict[str, JobProgress] = {}
         """Of running jobs that report it, since this service has started."""
         self._saves: dict[str, tuple[str, int | None]] = {}
         """Start and step of the newest recorded save of these."""
-        self._heard: dict[str, tuple[int, str | None, NodeReport, NodeOrders]] = {}
+        self._last_syncs: dict[str, tuple[int, str | None, NodeReport, NodeOrders]] = {}
         """What each node last reported at which version, as whom, and its orders: repeating it needs no database."""
 
     @property
@@ -321,10 +321,10 @@ class ControlPlane:
         """Take a node's report, and return everything that is wanted of it. `peer` is the fingerprint of the
         certificate that was shown; this machine's own nodes have none."""
         version = self.node_changes.version(report.node)
-        heard = self._heard.get(report.node)
-        if heard is not None and heard[:3] == (version, peer, report):
+        last_sync = self._last_syncs.get(report.node)
+        if last_sync is not None and last_sync[:3] == (version, peer, report):
             self.fleet.silence.hear(report.node)
-            return heard[3]
+            return last_sync[3]
         with self._store.read() as connection:
             known = connection.execute(_KNOWN, {"name": report.node}).first()
             rows = _by_key(connection.execute(_WANTED, {"name": report.node}).all())
@@ -361,7 +361,7 @@ class ControlPlane:
         starts = tuple(_wanted_start(row, values) for row in rows.values())
         orders = NodeOrders(self._store.epoch, self._store.cluster, starts, self.fleet.give_up_after_s)
         if not any(values.values()):
-            self._heard[report.node] = version, peer, report, orders
+            self._last_syncs[report.node] = version, peer, report, orders
         return orders
 
     def check_code(self, digest: str, peer: str | None) -> None:

@@ -14,7 +14,7 @@ TAIL_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
-class RunProgress:
+class JobProgress:
     """The newest step of a run, and its newest durable checkpoint."""
 
     step: int | None = None
@@ -23,15 +23,15 @@ class RunProgress:
     """When the checkpoint was committed."""
 
 
-def read_progress(folder: Path) -> RunProgress | None:
+def read_progress(folder: Path) -> JobProgress | None:
     """Return the progress of a run; None if the folder has no run's records."""
     if not (folder / "recipe.json").exists():
         return None
     saved = _newest_checkpoint(folder / "checkpoints")
     step = _last_step(folder / "events")
     if saved is None:
-        return RunProgress(step)
-    return RunProgress(step, saved[0], saved[1])
+        return JobProgress(step)
+    return JobProgress(step, saved[0], saved[1])
 
 
 def _newest_checkpoint(folder: Path) -> tuple[int, float] | None:

@@ -60,8 +60,8 @@ def own_events(
     ids = sorted({event.job for event in told(None) if event.job is not None})
     mine = set[str]()
     for first in range(0, len(ids), MOST_JOBS):
-        theirs = jobs.c.id.in_(ids[first : first + MOST_JOBS]) & _of(tenants)
-        mine.update(connection.execute(select(jobs.c.id).where(theirs)).scalars())
+        matching = jobs.c.id.in_(ids[first : first + MOST_JOBS]) & _of(tenants)
+        mine.update(connection.execute(select(jobs.c.id).where(matching)).scalars())
     return [event for event in told(mine) if event.node is not None or event.job in mine]
 
 

@@ -54,7 +54,7 @@ Counted = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
-class Webhook:
+class EventWebhook:
     """Where events go."""
 
     url: str
@@ -65,7 +65,7 @@ class Webhook:
     """Signs each post."""
 
 
-def read_webhooks(file: Path) -> list[Webhook]:
+def read_webhooks(file: Path) -> list[EventWebhook]:
     """Return the webhooks of a file; UsageError for what is not understood."""
     try:
         values = tomllib.loads(file.read_text())
@@ -79,7 +79,7 @@ def read_webhooks(file: Path) -> list[Webhook]:
     return [_read_webhook(file, fields) for fields in listed]
 
 
-def _read_webhook(file: Path, fields: dict[str, Any]) -> Webhook:
+def _read_webhook(file: Path, fields: dict[str, Any]) -> EventWebhook:
     unknown = set(fields) - {"url", "events", "allow", "secret_file"}
     url, events = fields.get("url", ""), fields.get("events", DEFAULT_KINDS)
     if unknown:
@@ -93,12 +93,12 @@ def _read_webhook(file: Path, fields: dict[str, Any]) -> Webhook:
     except (ValueError, TypeError) as error:
         raise UsageError(f"{file}: allow: {error}", hint='networks such as "10.1.0.0/16"') from None
     key = read_key(file.parent / fields["secret_file"], 16) if "secret_file" in fields else None
-    return Webhook(url, tuple(events), allow, key)
+    return EventWebhook(url, tuple(events), allow, key)
 
 
 def resolve(host: str, port: int) -> list[str]:
     """Return the addresses of a name."""
-    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    return [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
 def permitted_address(addresses: Iterable[str], allow: Sequence[Network]) -> str:
@@ -114,7 +114,7 @@ def permitted_address(addresses: Iterable[str], allow: Sequence[Network]) -> str
     raise OSError(f"address {', '.join(refused) or 'unknown'} is not public, and not listed in allow")
 
 
-def post(webhook: Webhook, body: bytes, look_up: Resolve = resolve, timeout_s: float = TIMEOUT_S) -> None:
+def post(webhook: EventWebhook, body: bytes, look_up: Resolve = resolve, timeout_s: float = TIMEOUT_S) -> None:
     """Post a body; OSError if it was not accepted. Redirects are not followed."""
     parts = urlsplit(webhook.url)
     host, secure = parts.hostname or "", parts.scheme == "https"
@@ -154,10 +154,10 @@ class WebhookFollower:
 
     def __init__(
         self,
-        webhook: Webhook,
+        webhook: EventWebhook,
         lines: Callable[[], RecordLines],
         counted: Counted,
-        send: Callable[[Webhook, bytes], None] = post,
+        send: Callable[[EventWebhook, bytes], None] = post,
     ) -> None:
         self._webhook, self._lines, self._counted, self._send = webhook, lines, counted, send
         self._seen = len(lines())
