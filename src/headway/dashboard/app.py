@@ -18,6 +18,7 @@ from headway.dashboard import rollouts, run_page, samples
 from headway.dashboard.checkpoints import model_list
 from headway.dashboard.comparison import comparison
 from headway.dashboard.datasets import dataset_list, dataset_samples, folder_of
+from headway.dashboard.documents import step_documents
 from headway.dashboard.guard import Guard
 from headway.dashboard.lineage import lineage_document, name_list
 from headway.dashboard.live import changes
@@ -169,6 +170,10 @@ def _add_files(app: FastAPI, recorded: RecordedRuns) -> None:
         # Whatever a browser takes a sample for, it may do nothing.
         policy = {"content-security-policy": "default-src 'none'; sandbox"}
         return FileResponse(file, media_type=media_type, headers=policy)
+
+    @app.get("/api/documents")
+    def documents(run: Run, step: Annotated[int, Query(ge=1)], first: Annotated[int, Query(ge=0)] = 0) -> _Json:
+        return _Json(step_documents(recorded.find(run), step, first))
 
     @app.get("/api/rollouts")
     def rollout_page(

@@ -6,7 +6,7 @@ import "./style.css";
 import { ComparePage } from "./compare";
 import { DataPage } from "./data";
 import { ModelsPage } from "./models";
-import { followLinks, go, usePlace } from "./router";
+import { followLinks, go, useKeys, usePlace } from "./router";
 import { RunPage } from "./run";
 import { RunsPage } from "./runs";
 import { apply, setTheme, theme, type Theme } from "./theme";
@@ -19,22 +19,17 @@ function App() {
   const [look, setLook] = useState(theme());
   useEffect(() => {
     document.addEventListener("click", followLinks);
-    const press = (event: KeyboardEvent) => {
-      if ((event.target as Element).matches?.("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
-      if (event.key === "/") {
-        const field = document.querySelector<HTMLInputElement>("input[type=search]");
-        if (field) field.focus();
-        else go("/");
-        event.preventDefault();
-      }
-      if (event.key === "g") go("/");
-    };
-    document.addEventListener("keydown", press);
-    return () => {
-      document.removeEventListener("click", followLinks);
-      document.removeEventListener("keydown", press);
-    };
+    return () => document.removeEventListener("click", followLinks);
   }, []);
+  useKeys((event) => {
+    if (event.key === "/") {
+      const field = document.querySelector<HTMLInputElement>("input[type=search]");
+      if (field) field.focus();
+      else go("/");
+      event.preventDefault();
+    }
+    if (event.key === "g") go("/");
+  });
   useEffect(() => {
     if (!page) document.title = "Runs – Headway";
   }, [page]);

@@ -2,7 +2,9 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { useAsk, useLive } from "./api";
 import { Chart, type Mark } from "./chart";
+import { Documents } from "./documents";
 import { clock, count, duration, fixed, loss, number, percent, seconds, short, when } from "./format";
+import { Insights } from "./insights";
 import { Labels } from "./labels";
 import { Attempts, LedgerCard, PlanCard } from "./ledger";
 import { lineageUrl } from "./lineage";
@@ -11,7 +13,7 @@ import { Card, Command, Empty, Fact, Problem, State, Tabs } from "./parts";
 import { usePlots } from "./plots";
 import { RecipeView } from "./recipe";
 import { Rollouts } from "./rollouts";
-import { runUrl, setQuery, usePlace } from "./router";
+import { runUrl, setQuery, useKeys, usePlace } from "./router";
 import { Samples } from "./samples";
 import type { Ledger, Overview } from "./types";
 
@@ -39,6 +41,7 @@ export function RunPage({ name }: { name: string }) {
     ["incidents", `Incidents${ledger.data?.incidents.length ? ` ${ledger.data.incidents.length}` : ""}`],
     ...(run.policy ? ([["rollouts", "Rollouts"]] as [string, string][]) : []),
     ["samples", "Samples"],
+    ...(run.policy ? [] : ([["documents", "Documents"]] as [string, string][])),
     ["logs", "Logs"],
     ["stacks", "Stacks"],
     ["recipe", "Recipe"],
@@ -51,6 +54,7 @@ export function RunPage({ name }: { name: string }) {
       <div class="columns">
         <Charts run={run} ledger={ledger.data} round={round} />
         <div class="side">
+          {ledger.data !== null && ledger.data.insights.length > 0 && <Insights run={run} insights={ledger.data.insights} />}
           {ledger.error ? <Card title="Ledger"><Problem error={ledger.error} /></Card> : <LedgerCard ledger={ledger.data} />}
           {ledger.data?.plan && <PlanCard plan={ledger.data.plan} />}
           {run.evaluations.length > 0 && <Evaluations run={run} />}
@@ -61,6 +65,7 @@ export function RunPage({ name }: { name: string }) {
         {tab === "incidents" && <Incidents ledger={ledger.data} run={run} />}
         {tab === "rollouts" && <Rollouts run={run} round={round} />}
         {tab === "samples" && <Samples run={run} round={round} />}
+        {tab === "documents" && <Documents run={run} />}
         {tab === "logs" && <Logs run={run} />}
         {tab === "stacks" && <Stacks run={run} round={round} />}
         {tab === "recipe" && <RecipeView run={run} />}
@@ -239,13 +244,8 @@ export function Choice({ label, value, options, pick }: { label: string; value: 
 }
 
 export function Escape({ active, act }: { active: boolean; act: () => void }) {
-  useEffect(() => {
-    if (!active) return;
-    const press = (event: KeyboardEvent) => {
-      if (event.key === "Escape") act();
-    };
-    addEventListener("keydown", press);
-    return () => removeEventListener("keydown", press);
+  useKeys((event) => {
+    if (active && event.key === "Escape") act();
   });
   return null;
 }

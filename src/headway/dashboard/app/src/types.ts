@@ -89,6 +89,27 @@ export interface PlanFacts {
   capacity_bytes: number;
 }
 
+// headway/track/insights.py
+export interface Insight {
+  kind: string;
+  text: string;
+  step: number | null;
+  evidence: Record<string, unknown>;
+}
+
+// documents.step_documents
+export interface StepDocuments {
+  step: number;
+  problem?: string;
+  hint?: string | null;
+  done: boolean;
+  last_step: number;
+  count: number;
+  first: number;
+  command: string;
+  parts: { row: number; dataset: string; document: number; first: number; end: number; tokens: number; text: string; cut: boolean; source: string | null }[];
+}
+
 // run_page.ledger_document
 export interface Ledger {
   total_s: number;
@@ -110,6 +131,7 @@ export interface Ledger {
   }[];
   incidents: Incident[];
   clock: { steps: number[]; walls: number[] };
+  insights: Insight[];
   warnings: string[];
 }
 
