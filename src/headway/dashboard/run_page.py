@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.dashboard.cached import files_signature, signature_of
+from headway.dashboard.cluster_source import service_job_of
 from headway.dashboard.recorded import RecordedRuns, read_json, unreadable_lines
 from headway.errors import HeadwayError, RunError
 from headway.recipe.load import leaves
@@ -46,6 +47,7 @@ def overview(recorded: RecordedRuns, run: RunFolder, name: str) -> dict[str, Any
         "metrics": recorded.metric_names(run),
         "parent": parent_of(run, recipe, recorded),
         "environment": read_json(run.environment_file),
+        "job": service_job_of(run.path),
         "policy": isinstance(recipe.get("rl"), dict) or rollouts.is_dir(),
         "evaluations": [{**entry, "settings": None} for entry in evaluations],
         "commands": {verb: run.command(verb) for verb in ("report", "logs", "resume", "stacks", "sample")},

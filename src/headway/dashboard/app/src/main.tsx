@@ -3,6 +3,7 @@ import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
+import { ClusterPage } from "./cluster";
 import { ComparePage } from "./compare";
 import { DataPage } from "./data";
 import { ModelsPage } from "./models";
@@ -15,7 +16,7 @@ const NEXT: Record<Theme, Theme> = { auto: "light", light: "dark", dark: "auto" 
 
 function App() {
   const { path } = usePlace();
-  const [page, name] = path;
+  const [page, name, rest] = path;
   const [look, setLook] = useState(theme());
   useEffect(() => {
     document.addEventListener("click", followLinks);
@@ -50,6 +51,7 @@ function App() {
           {link("/compare", "Compare", page === "compare")}
           {link("/data", "Data", page === "data")}
           {link("/models", "Models", page === "models")}
+          {link("/cluster", "Cluster", page === "cluster")}
         </nav>
         <button class="ghost" onClick={change} title={`change to ${NEXT[look]}`}><span class="narrow">theme: </span>{look}</button>
       </header>
@@ -57,7 +59,8 @@ function App() {
         page === "run" && name ? <RunPage key={name} name={name} /> :
         page === "compare" ? <ComparePage /> :
         page === "data" ? <DataPage id={name ?? null} /> :
-        page === "models" ? <ModelsPage /> : (
+        page === "models" ? <ModelsPage /> :
+        page === "cluster" ? <ClusterPage part={name ?? null} job={rest ?? null} /> : (
           <main><div class="nothing"><h1>Nothing is here</h1><p><a href="/">All runs</a></p></div></main>
         )}
     </>

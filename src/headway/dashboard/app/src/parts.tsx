@@ -11,6 +11,11 @@ const SHAPES: Record<string, string> = {
   interrupted: "▲",
   submitted: "○",
   unreadable: "?",
+  waiting: "○",
+  held: "‖",
+  ending: "◐",
+  cancelled: "■",
+  impossible: "✕",
 };
 
 /** A state, told by shape and word; colour only helps. */

@@ -2,6 +2,7 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { useAsk, useLive } from "./api";
 import { Chart, type Mark } from "./chart";
+import { jobUrl } from "./cluster_map";
 import { Documents } from "./documents";
 import { clock, count, duration, fixed, loss, number, percent, seconds, short, when } from "./format";
 import { Insights } from "./insights";
@@ -101,6 +102,7 @@ function Title({ run, ledger, live, gone, again }: { run: Overview; ledger: Ledg
         )}
         {!gone && !run.name.startsWith(".") && <Labels run={run} saved={again} />}
         <a class="muted" href={lineageUrl(run.name)}>lineage</a>
+        {run.job && <a class="muted" href={jobUrl(run.job)}>job {run.job}</a>}
         {gone && <span class="wrong" role="status">the folder of this run is gone: this is what was read before</span>}
         {!live && !gone && <span class="muted" role="status">not connected: what is shown may be old</span>}
       </div>

@@ -38,6 +38,8 @@ export interface Overview extends RunRow {
   metrics: string[];
   parent: Parent | null;
   environment: Record<string, unknown>;
+  /** Of the cluster's service, that trains this run. */
+  job: string | null;
   policy: boolean;
   evaluations: Evaluation[];
   commands: Record<string, string>;
@@ -267,4 +269,119 @@ export interface Model {
     scores: { task: string; name: string; value: number; low: number | null; high: number | null; share: boolean }[];
   }[];
   commands: Record<string, string>;
+}
+
+// -- the cluster: cluster_source.py, and headway/cluster/service/views.py
+
+export interface MaybeProblem {
+  problem?: string;
+  hint?: string | null;
+}
+
+export interface ClusterNode {
+  name: string;
+  chip: string;
+  gpus: string[];
+  cpus: number;
+  memory_bytes: number;
+  state: string;
+  gpus_free: number;
+  cpus_free: number;
+  jobs: string[];
+  domains?: Record<string, string>;
+}
+
+export interface ClusterJob {
+  id: string;
+  name: string;
+  tenant: string;
+  state: string;
+  reason: string;
+  held: boolean;
+  starts: number;
+  exit_status: number | null;
+  submitted: number;
+  started: number | null;
+  ended: number | null;
+  gpus: number;
+  machines: number;
+  cpus: number;
+  priority: number;
+  preemptible: boolean;
+  placement: { node: string; gpus: string[] }[];
+}
+
+export interface Tenant {
+  name: string;
+  parent: string | null;
+  guarantee: number;
+  budget_gpu_h: number | null;
+  held: number;
+  running: number;
+  waiting: number;
+  waiting_gpus: number;
+  used_gpu_h: number;
+}
+
+export interface ClusterEntry {
+  seq: number;
+  at_s: number;
+  kind: string;
+  job: string | null;
+  tenant: string | null;
+  text: string;
+  name?: string | null;
+}
+
+export interface Cluster extends MaybeProblem {
+  nodes: ClusterNode[];
+  jobs: ClusterJob[];
+  over: ClusterJob[];
+  tenants: Tenant[];
+  newest: ClusterEntry[];
+  now_s: number;
+  policy: string;
+}
+
+export interface ClusterSpan {
+  state: string;
+  begin_s: number;
+  end_s: number | null;
+  gpus: number;
+  nodes: string[];
+}
+
+export interface Lane {
+  job: string;
+  name: string | null;
+  tenant: string;
+  gpus: number;
+  spans: ClusterSpan[];
+}
+
+export interface Timeline extends MaybeProblem {
+  now_s: number;
+  jobs: Lane[];
+  hidden: number;
+  entries: ClusterEntry[];
+  tenants: string[];
+}
+
+export interface JobDocument extends MaybeProblem {
+  job: ClusterJob;
+  tasks: string[];
+  spans: ClusterSpan[];
+  entries: ClusterEntry[];
+  now_s: number;
+  run: string | null;
+}
+
+export interface WhyAnswer extends ClusterJob, MaybeProblem {
+  why: {
+    state: string;
+    sentence: string;
+    holders: { tenant: string; gpus: number; jobs: number; guarantee: number }[];
+    instead: { sentence: string }[];
+    start: { p50_s: number | null; p90_s: number | null } | null;
+  } | null;
 }
