@@ -1,7 +1,7 @@
 """Queries over recorded metrics: Headway's store beside MLflow, TensorBoard and Trackio.
 
-    python benchmarks/tracking.py [--runs 100] [--steps 10000] [--listed 1000] [--megabytes 1000] [--folder DIR]
-        [--peers PYTHON] [--peer-steps 1000]
+    python benchmarks/tracking.py [--runs 100] [--steps 10000] [--listed 1000] [--megabytes 1000] [--large-runs 1]
+        [--large-only] [--folder DIR] [--peers PYTHON] [--peer-steps 1000]
 
 Every tool gets the same metrics of the same runs, then reads one metric of all of them. Times are CPU-seconds of the
 reading process, since other work on the machine makes wall time meaningless; `wall_s` is beside them. PYTHON is one of
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,13 @@ from typing import Any
 
 KEYS = ("loss", "grad_norm", "lr")
 PEERS = ("mlflow", "tensorboard", "trackio")
+LARGE = {
+    "large-first": "one metric of all runs in 1,000 points each, for the first time: all is compacted",
+    "large": "the same again",
+    "large-filter": "runs filtered by statistics of two metrics",
+    "large-steps": "one metric of one run, every step",
+}
+"""Questions to runs with many bytes of events, in this order."""
 
 
 @contextmanager
@@ -115,21 +123,34 @@ def measure_headway(folder: Path, arguments: argparse.Namespace) -> dict[str, An
     return result
 
 
-def measure_large(folder: Path, megabytes: int) -> dict[str, Any]:
-    """Compact and read one run with so many bytes of events, in a process of its own."""
-    steps = megabytes * 1_000_000 // 230
-    recorded = make_run(folder / "large", 0, steps)
-    result = child([sys.executable, __file__, "--child", "large", "--folder", str(folder)])
-    return {"events_bytes": recorded, "steps": steps, **result}
+def measure_large(folder: Path, megabytes: int, runs: int) -> dict[str, Any]:
+    """Compact and query runs with so many bytes of events together, each time in a process of its own."""
+    root = folder / "large"
+    steps = megabytes * 1_000_000 // 230 // runs
+    recorded = make_run(root, 0, steps)
+    for run in range(1, runs):  # the same record again: writing it takes longer than reading it
+        shutil.copytree(root / "run-00000", root / f"run-{run:05d}")
+    result: dict[str, Any] = {"runs": runs, "events_bytes": recorded * runs, "steps": steps * runs}
+    for query in LARGE:
+        result[query] = child([sys.executable, __file__, "--child", query, "--folder", str(folder)])
+    result["parquet_bytes"] = sum(path.stat().st_size for path in root.glob("*/events/*.parquet"))
+    return result
 
 
-def child_large(folder: Path) -> None:
+def child_large(folder: Path, query: str) -> None:
+    """Ask one question of all runs, `LARGE[query]`."""
     from headway.track import RunFolder
-    from headway.track.store import MetricStore, read_series
+    from headway.track.store import MetricStore, read_series, select_runs
 
-    (run,) = (RunFolder(path) for path in (folder / "large").iterdir())
-    (view,) = read_series([run], "loss", points=1000, store=MetricStore())
-    assert int(view.count.sum()) > 0
+    os.environ["HEADWAY_CACHE"] = str(folder / "cache")
+    runs = [RunFolder(path) for path in sorted((folder / "large").iterdir())]
+    if query == "large-filter":
+        assert len(select_runs(folder / "large", "min(loss) < 11 and mean(lr) > 0")) == len(runs)
+        return
+    runs, points = (runs[:1], None) if query == "large-steps" else (runs, 1000)
+    views = read_series(runs, "loss", points=points, store=MetricStore())
+    assert len({int(view.count.sum()) for view in views}) == 1
+    assert points is not None or views[0].width == 1
 
 
 def child(command: list[str]) -> dict[str, float]:
@@ -235,24 +256,28 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--listed", type=int, default=1000)
-    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--megabytes", type=int, default=1000, help="Events of the large runs together; 0: none.")
+    parser.add_argument("--large-runs", type=int, default=1)
+    parser.add_argument("--large-only", action="store_true", help="Measure only the large runs.")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--peers", metavar="PYTHON")
     parser.add_argument("--peer-steps", type=int, default=1000)
-    parser.add_argument("--child", choices=[*PEERS, "large"])
+    parser.add_argument("--child", choices=[*PEERS, *LARGE])
     arguments = parser.parse_args()
-    if arguments.child == "large":
-        return child_large(arguments.folder)
+    if arguments.child in LARGE:
+        return child_large(arguments.folder, arguments.child)
     if arguments.child is not None:
         return child_peer(arguments.child, arguments.folder, arguments.runs, arguments.steps)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        results: dict[str, Any] = {"runs": arguments.runs, "steps": arguments.steps, "listed": arguments.listed}
-        results["headway"] = measure_headway(folder, arguments)
+        results: dict[str, Any] = {"load": os.getloadavg()[0]}
+        if not arguments.large_only:
+            results |= {"runs": arguments.runs, "steps": arguments.steps, "listed": arguments.listed}
+            results["headway"] = measure_headway(folder, arguments)
+            results["peak_mib_of_this_process"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         if arguments.megabytes:
-            results["large"] = measure_large(folder, arguments.megabytes)
-        results["peak_mib_of_this_process"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-        if arguments.peers:
+            results["large"] = measure_large(folder, arguments.megabytes, arguments.large_runs)
+        if arguments.peers and not arguments.large_only:
             results["peers"] = measure_peers(arguments.peers, folder, arguments.runs, arguments.peer_steps)
     print(json.dumps(results, indent=2))
     return None

@@ -11,6 +11,7 @@ from headway.cli.eval_view import evaluation_table
 from headway.cli.options import Json, Run, Runs
 from headway.cli.run_sync import find_up_to_date
 from headway.cli.text import columns, duration, print_json, short_seconds
+from headway.errors import RunError
 from headway.track import (
     OF_POLICIES,
     AttemptTime,
@@ -24,6 +25,7 @@ from headway.track import (
     largest_overhead,
     latest_evaluations,
     read_plan,
+    read_recipe,
     read_run,
     runs_root,
     summarize,
@@ -45,7 +47,7 @@ def report(run: Run, runs: Runs = None, json: Json = False) -> None:
     plan = read_plan(folder)
     check, replicas = check_plan(plan, records), _replicas(folder, records)
     divergence = find_divergence((event["step"], event.get("loss")) for event in history(records))
-    insights = find_insights(records, plan, find_previous(folder))
+    insights = _with_documents(folder, find_insights(records, plan, find_previous(folder)))
     if json:
         more: dict[str, Any] = {
             "plan": _plan_document(check, ledger),
@@ -97,13 +99,26 @@ def _text(
     return [*wrapped, f"next: {follow_up}"]
 
 
+def _with_documents(run: RunFolder, insights: list[Insight]) -> list[Insight]:
+    """Return insights with the documents behind loss spikes."""
+    if not any(insight.kind == "loss spike" for insight in insights):
+        return insights
+    from headway.data.spike_documents import name_documents  # NumPy takes 0.1 s, and most runs have no spikes
+
+    try:
+        recipe = read_recipe(run)
+    except RunError:  # the report shows what can be read
+        return insights
+    return name_documents(insights, recipe)
+
+
 def _insights(run: RunFolder, insights: list[Insight]) -> list[str]:
     """Return a line per thing that stands out, besides what the report has elsewhere."""
     shown = [insight for insight in insights if insight.kind not in ("divergence", "below plan")]
     lines = [f"  {insight.text}" for insight in shown]
     spike = next((insight.step for insight in shown if insight.kind == "loss spike" and insight.step), None)
     if spike is not None:
-        lines.append(f"  the documents behind it: {run.command('explain', str(spike))}")
+        lines.append(f"  all documents of that batch: {run.command('explain', str(spike))}")
     return ["insights:", *lines] if lines else []
 
 

@@ -1,6 +1,7 @@
 """What was computed from a run's files, kept until they change."""
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,9 @@ from headway.track import RunFolder, lock_holder
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
+
+SHARE = 0.05
+"""Of one core, that following what changes may take."""
 
 Signature = tuple[Any, ...]
 """Equal as long as nothing was written."""
@@ -32,6 +36,11 @@ def files_signature(folder: Path, pattern: str = "*") -> Signature:
     return tuple(sorted(entries))
 
 
+def urgent_signature(run: RunFolder) -> Signature:
+    """Return what changes when a run starts, ends, or its agent records something; not with each step."""
+    return (*files_signature(run.events, "*-agent.jsonl"), _is_locked(run))
+
+
 def _is_locked(run: RunFolder) -> bool:
     try:
         return lock_holder(run) is not None
@@ -43,8 +52,8 @@ def _is_locked(run: RunFolder) -> bool:
 class Cache:
     """The newest values, by key; of threads that want the same one, the first computes it."""
 
-    def __init__(self, most: int = 4096) -> None:
-        self._most = most
+    def __init__(self, most: int = 4096, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._clock = most, clock
         self._values: OrderedDict[Hashable, tuple[Signature, Any]] = OrderedDict()
         self._locks: dict[Hashable, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -68,6 +77,26 @@ class Cache:
                     oldest, _ = self._values.popitem(last=False)
                     self._locks.pop(oldest, None)
             return value
+
+    def get_paced(self, key: Hashable, signature: Signature, urgent: Signature, compute: Callable[[], T]) -> T:
+        """Return a value that takes long to compute of much: while it grows, no more often than takes SHARE of a core.
+
+        What `urgent` tells of is never missed.
+        """
+        with self._lock:
+            entry = self._values.get(key)
+        if entry is not None:
+            known: tuple[T, Signature, float] = entry[1]
+            if known[1] == urgent and self._clock() < known[2]:
+                return known[0]
+
+        def timed() -> tuple[T, Signature, float]:
+            began = self._clock()
+            value = compute()
+            now = self._clock()
+            return value, urgent, now + (now - began) / SHARE
+
+        return self.get(key, signature, timed)[0]
 
     def get_many(
         self, signatures: Mapping[K, Signature], compute: Callable[[Sequence[K]], Mapping[K, T]]

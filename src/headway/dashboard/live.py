@@ -11,13 +11,11 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from headway.dashboard.cached import signature_of
+from headway.dashboard.cached import SHARE, signature_of
 from headway.dashboard.recorded import RecordedRuns
 from headway.errors import HeadwayError
 
 POLL_S = 1.0
-SHARE = 0.05
-"""Of one core, that looking for changes may take."""
 KEEPALIVE_S = 15.0
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headway.dashboard.cached import files_signature, signature_of
+from headway.dashboard.cached import files_signature, signature_of, urgent_signature
 from headway.dashboard.cluster_source import service_job_of
 from headway.dashboard.recorded import RecordedRuns, read_json, unreadable_lines
 from headway.errors import HeadwayError, RunError
@@ -76,7 +76,8 @@ def parent_of(run: RunFolder, recipe: Mapping[str, Any], recorded: RecordedRuns)
 
 def ledger_document(recorded: RecordedRuns, run: RunFolder) -> dict[str, Any]:
     """Return where a run's device-seconds went, beside the plan, and what happened to it when."""
-    return recorded.cache.get((run.path, "ledger"), signature_of(run), lambda: _ledger(recorded, run))
+    now, urgent = signature_of(run), urgent_signature(run)
+    return recorded.cache.get_paced((run.path, "ledger"), now, urgent, lambda: _ledger(recorded, run))
 
 
 def _ledger(recorded: RecordedRuns, run: RunFolder) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Notices a run whose loss has risen and stays high: `find_divergence(losses)`, pure."""
 
 import math
-import statistics
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -43,6 +43,8 @@ class LossMonitor:
     is_high: bool = False
     """Whether the loss is high now."""
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _ordered: list[float] = field(default_factory=list)
+    """The same, sorted: sorting them anew took most of the time of a long run's report."""
     _first: float | None = None
     _best: float = math.inf
     _spread: float = 0.0
@@ -51,12 +53,15 @@ class LossMonitor:
         """Take the loss of a step; return a divergence when it begins. One that is not finite says nothing here."""
         if loss is None or not math.isfinite(loss):
             return None
+        if len(self._recent) == WINDOW:
+            del self._ordered[bisect_left(self._ordered, self._recent[0])]
         self._recent.append(loss)
+        insort(self._ordered, loss)
         if self._first is None:
             self._first = loss
         if len(self._recent) < WINDOW:
             return None
-        level, was_high = statistics.median_low(self._recent), self.is_high
+        level, was_high = self._ordered[(WINDOW - 1) // 2], self.is_high  # the lower median
         best = min(self._first, self._best)
         limit = self._first + max((FACTOR - 1) * abs(self._first), FIRST_RISE)
         if math.isfinite(self._best):
@@ -64,7 +69,7 @@ class LossMonitor:
         self.is_high = level > limit
         if not self.is_high and level <= self._best:
             self._best = level
-            self._spread = 1.4826 * statistics.median_low(abs(value - level) for value in self._recent)
+            self._spread = 1.4826 * sorted([abs(value - level) for value in self._recent])[(WINDOW - 1) // 2]
         return Divergence(step, level, best) if self.is_high and not was_high else None
 
 

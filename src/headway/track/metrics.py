@@ -129,10 +129,12 @@ def keep_latest(parts: Sequence[Series]) -> Series:
 
     if not parts:
         return np.empty(0, np.int64), np.empty(0)
-    steps = np.concatenate([steps for steps, _ in parts])[::-1]
-    values = np.concatenate([values for _, values in parts])[::-1]
-    unique, first = np.unique(steps, return_index=True)
-    return unique, values[first]
+    steps = np.concatenate([steps for steps, _ in parts])
+    values = np.concatenate([values for _, values in parts])
+    if (steps[1:] > steps[:-1]).all():  # as most are: no sorting
+        return steps, values
+    unique, first = np.unique(steps[::-1], return_index=True)
+    return unique, values[::-1][first]
 
 
 def _series(key: str, record: Record, lines: list[bytes], speed: "_Speed") -> Series:

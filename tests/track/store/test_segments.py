@@ -24,9 +24,12 @@ def records(draw: st.DrawFn) -> list[bytes]:
     for _ in range(draw(st.integers(1, 4))):
         keys = draw(st.lists(st.sampled_from(["loss", "lr", "data", "compute", "tokens", "norm"]), unique=True))
         odd = draw(st.integers(0, 30))
+        extra = draw(
+            st.sampled_from([{}, {"chain": "0a"}, {"gap": None}, {"flag": True}, {"chain": "0a", "gap": None}])
+        )
         first = draw(st.integers(0, 20))
         for number in range(draw(st.integers(1, 20))):
-            event = {"kind": "step", "step": first + number}
+            event = {"kind": "step", "step": first + number} | extra
             lines.append(json.dumps(event | {key: draw(VALUES if number == odd else PLAIN) for key in keys}).encode())
         lines.append(draw(st.sampled_from([b"", b"{", b'{"a":1},{"b":2}', b"null", b'{"kind":"step","step":1'])))
     return lines
@@ -54,7 +57,7 @@ def test_metrics_of_a_range_are_those_of_its_lines(lines: list[bytes]) -> None:
             continue
         if not isinstance(event, dict) or event.get("kind") != "step":
             continue
-        for key in ("loss", "lr", "norm", "tokens"):
+        for key in ("loss", "lr", "norm", "tokens", "chain", "gap", "flag"):
             if key in event and (value := number(event[key])) is not None:
                 want.setdefault(key, {})[event["step"]] = value
         data, compute, tokens = (number(event.get(key, "")) for key in ("data", "compute", "tokens"))

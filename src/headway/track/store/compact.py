@@ -13,6 +13,8 @@ import itertools
 import os
 import re
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from pydantic_core import from_json
 from headway.track.access import umask_of
 from headway.track.events import Event, read_ends, record_path
 from headway.track.runs import RunFolder, lock_holder
+from headway.track.store.compaction_pool import CompactionPool
 from headway.track.store.parquet import (
     SegmentFacts,
     open_database,
@@ -48,6 +51,8 @@ SMALLEST_BYTES = 64 << 10
 """The end of a finished record becomes Parquet from this size on: less is parsed as fast."""
 BEHIND_BYTES = 2 << 20
 """More than this takes a noticeable time to parse: about 0.05 s."""
+WORTH_HELP = 4
+"""Runs that wait for compaction from which other processes help: they take half a second to start."""
 _PROBE_BYTES, _OPENING_BYTES = 4096, 1 << 16
 _RECORD = re.compile(r"(\d+)-rank-0\.jsonl", re.ASCII)
 _SEGMENT = re.compile(r"(\d+-rank-0)\.(\d+)-(\d+)\.parquet", re.ASCII)
@@ -116,6 +121,8 @@ class MetricStore:
         self._tails: dict[Path, _Tail] = {}
         self._damaged: set[Path] = set()
         self._attempted: dict[Path, _Stamp] = {}
+        self._pool = CompactionPool()
+        weakref.finalize(self, self._pool.close)
 
     @property
     def database(self) -> "duckdb.DuckDBPyConnection":
@@ -158,16 +165,31 @@ class MetricStore:
         """Compact runs of which much is not yet Parquet, until so much time has passed; return those that are left.
 
         Whoever cannot wait for all reads the other runs now, and asks again. At least one run is compacted per call; if
-        that fails, it counts as done.
+        that fails, it counts as done. Where they are many, other processes help; they finish what they have begun.
         """
         end = time.monotonic() + seconds
-        behind = [run for run in runs if self._is_behind(run)]
-        for number, run in enumerate(behind):
-            if number and time.monotonic() > end:
-                return behind[number:]
-            self.parts([run])
-            self._attempted |= {run.events / record: stamp for record, stamp in _list_files(run).records.items()}
-        return []
+        behind = {run.path: run for run in runs if self._is_behind(run)}
+        waiting = deque(run for path, run in behind.items() if path not in self._pool.busy)
+        while waiting or self._pool.busy & behind.keys():
+            while len(waiting) >= WORTH_HELP and self._pool.assign(waiting[-1].path):
+                waiting.pop()
+            if waiting:
+                run = waiting.popleft()
+                self.parts([run])
+                self._has_attempted(run)
+            finished = self._pool.finished(0.0 if waiting else end - time.monotonic())
+            for path in finished:
+                self._has_attempted(RunFolder(path))
+            if time.monotonic() > end:
+                break
+        left = [run for path, run in behind.items() if run in waiting or path in self._pool.busy]
+        if not left:
+            self._pool.close()
+        return left
+
+    def _has_attempted(self, run: RunFolder) -> None:
+        """Remember that a run was compacted as it is now, or could not be."""
+        self._attempted |= {run.events / record: stamp for record, stamp in _list_files(run).records.items()}
 
     def _is_behind(self, run: RunFolder) -> bool:
         """Whether reading a run would first parse much: by the names of its files."""

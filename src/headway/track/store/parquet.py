@@ -120,7 +120,8 @@ def _write_steps(
     import numpy as np
 
     different = {steps.tobytes(): steps for steps, _ in series.values()}  # mostly every step has every metric
-    steps = np.unique(np.concatenate([np.empty(0, np.int64), *different.values()]))
+    every = list(different.values())
+    steps = every[0] if len(every) == 1 else np.unique(np.concatenate([np.empty(0, np.int64), *every]))
     rows: dict[str, Any] = {"s": steps}
     selected = ["s AS step"]
     for number, (key, (own, values)) in enumerate(series.items()):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import xxhash
 from pydantic_core import from_json
@@ -30,7 +30,6 @@ _PIECE_BYTES = 1 << 20  # parsed at a time: objects of parsed JSON take ten time
 _FEWEST_ALIKE = 8  # for less the columns cost more than they save
 
 _LAST_STEP = 1 << 62
-_Columns = dict[str, tuple[list[int], list[float]]]
 
 _RESERVED = NO_METRIC | {"data_s", "step_s", "tokens_per_s", "mfu"}
 """Fields of a step that are no metrics, or have the name of one that is derived."""
@@ -53,14 +52,12 @@ class SegmentData:
 
 def parse_segment(data: bytes, opening: Event) -> SegmentData:
     """Return what complete lines say; `opening` is the record's first line, which has its format."""
-    import numpy as np
 
-    columns: _Columns = {}
+    columns = _Columns()
     resumed, facts = None, dict[str, float | None]()
-    for pieces in _pieces(data):
+    for piece in _pieces(data):
         # Mostly steps that all have the same fields: those are added column by column.
-        for fields, group in itertools.groupby(upgrade(opening, pieces)[1], key=tuple):
-            events = list(group)
+        for fields, events in _alike(upgrade(opening, piece)[1]):
             if len(events) >= _FEWEST_ALIKE and _add_steps(columns, fields, events):
                 continue
             for event in events:
@@ -74,14 +71,52 @@ def parse_segment(data: bytes, opening: Event) -> SegmentData:
                 elif kind == "eval":
                     for name, value in event.items():
                         if name not in NO_METRIC:
-                            _add(columns, EVALUATED + name, step, value)
+                            columns.add(EVALUATED + name, step, value)
                 elif kind == "resumed":
                     resumed = step
-    series = {
-        key: keep_latest([(np.array(steps, np.int64), np.array(values, np.float64))])
-        for key, (steps, values) in columns.items()
-    }
-    return SegmentData(series, resumed, facts)
+    return SegmentData(columns.series(), resumed, facts)
+
+
+@final
+class _Columns:
+    """Metrics as they are read: stretches of steps as arrays, and single values between them."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Series | tuple[list[int], list[float]]]] = {}
+
+    def add(self, key: str, step: int, value: Any) -> None:
+        """Add the value of a field, if it is a number."""
+        number = value if type(value) is float else _number(value)
+        if number is None:
+            return
+        parts = self._parts.setdefault(key, [])
+        if not parts or not isinstance(parts[-1][0], list):
+            parts.append(([], []))
+        steps, values = parts[-1]
+        steps.append(step)  # type: ignore[union-attr]
+        values.append(number)  # type: ignore[union-attr]
+
+    def extend(self, key: str, steps: "npt.NDArray[np.int64]", values: "npt.NDArray[np.float64]") -> None:
+        """Add the values of many steps."""
+        self._parts.setdefault(key, []).append((steps, values))
+
+    def series(self) -> dict[str, Series]:
+        """Return each metric with its steps in ascending order; of a step recorded twice, the later value."""
+        import numpy as np
+
+        return {
+            key: keep_latest([(np.asarray(steps, np.int64), np.asarray(values, np.float64)) for steps, values in parts])
+            for key, parts in self._parts.items()
+        }
+
+
+def _alike(events: list[Event]) -> Iterator[tuple[tuple[str, ...], list[Event]]]:
+    """Yield stretches of events that have the same fields in the same order, with these."""
+    if len(set(map(tuple, events))) == 1:  # half the time of looking for where they change
+        yield tuple(events[0]), events
+        return
+    for fields, stretch in itertools.groupby(events, key=tuple):
+        yield fields, list(stretch)
 
 
 def append_segment(before: SegmentData, after: SegmentData) -> SegmentData:
@@ -104,7 +139,9 @@ def _pieces(data: bytes) -> Iterator[list[Event]]:
         end = data.find(b"\n", min(at + _PIECE_BYTES, len(data) - 1)) + 1 or len(data)
         lines = [line for line in data[at:end].split(b"\n") if line]
         parsed = _parse_lines(lines)
-        yield [event for event in parsed if isinstance(event, dict) and isinstance(event.get("kind"), str)]
+        if set(map(type, parsed)) != {dict} or {type(event.get("kind")) for event in parsed} != {str}:
+            parsed = [event for event in parsed if isinstance(event, dict) and isinstance(event.get("kind"), str)]
+        yield parsed
         at = end
 
 
@@ -127,43 +164,43 @@ def _add_steps(columns: _Columns, fields: Sequence[str], events: list[Event]) ->
     """Add steps that have the same fields, as `_add_step` does one; False, and nothing added, if they are not plain."""
     import numpy as np
 
-    if "step" not in fields or {event["kind"] for event in events} != {"step"}:
+    values = dict(zip(fields, zip(*map(dict.values, events), strict=True), strict=True))
+    if "step" not in fields or set(values["kind"]) != {"step"} or set(map(type, values["step"])) != {int}:
         return False
-    steps = [event["step"] for event in events]
-    if set(map(type, steps)) != {int} or max(map(abs, steps)) >= _LAST_STEP:
+    if max(map(abs, values["step"])) >= _LAST_STEP:
         return False
-    added = dict[str, list[float]]()
-    for key in fields:
-        if key in _RESERVED or key.startswith(EVALUATED):
-            continue
-        values = _plain([event[key] for event in events])
-        if values is None:
-            return False
-        added[key] = values
-    times = [_plain([event[key] for event in events]) if key in fields else None for key in _TIMES]
-    if None in times:
+    steps, added = np.array(values["step"], np.int64), dict[str, "npt.NDArray[np.float64]"]()
+    for key, column in values.items():
+        if key in _TIMES or not (key in _RESERVED or key.startswith(EVALUATED)):
+            types = set(map(type, column))
+            if types.isdisjoint((int, float, type(None))):
+                continue  # texts, such as links of the chain, are no metrics
+            if (numbers := _plain(column, types)) is None:
+                return False
+            added[key] = numbers
+    if not set(_TIMES) <= added.keys():
         return False
-    data, compute, tokens = (np.array(column) for column in times)
+    data, compute, tokens = (added[key] for key in _TIMES)
     seconds = (data + compute) / 1e9
     if not (np.isfinite(data) & np.isfinite(compute) & np.isfinite(tokens) & (seconds != 0)).all():
         return False
     derived = {"data_s": data / 1e9, "step_s": seconds, "tokens_per_s": tokens / seconds}
-    for key, column in (added | {name: values.tolist() for name, values in derived.items()}).items():
-        own_steps, own_values = columns.setdefault(key, ([], []))
-        own_steps += steps
-        own_values += column
+    for key, numbers in (added | derived).items():
+        if key not in _RESERVED or key in derived:
+            columns.extend(key, steps, numbers)
     return True
 
 
-def _plain(values: list[Any]) -> list[float] | None:
-    """Return numbers as floats; None where some are anything else, or too large for one."""
-    types = set(map(type, values))
-    if types == {float}:
-        return values
-    if not types <= {float, int}:
+def _plain(values: Sequence[Any], types: set[type]) -> "npt.NDArray[np.float64] | None":
+    """Return numbers, NaN for null; None where some are anything else, or too large for one."""
+    import numpy as np
+
+    if not types <= {float, int, type(None)}:
         return None
+    if type(None) in types:
+        values = [math.nan if value is None else value for value in values]
     try:
-        return list(map(float, values))
+        return np.fromiter(values, np.float64, len(values))
     except OverflowError:
         return None
 
@@ -172,27 +209,17 @@ def _add_step(columns: _Columns, step: int, event: Event) -> None:
     """Add the metrics of a step, and those derived from its times."""
     for key, value in event.items():
         if key not in _RESERVED and not key.startswith(EVALUATED):
-            _add(columns, key, step, value)
+            columns.add(key, step, value)
     data, compute = _number(event.get("data", "")), _number(event.get("compute", ""))
     if data is None or not math.isfinite(data):
         return
-    _add(columns, "data_s", step, data / 1e9)
+    columns.add("data_s", step, data / 1e9)
     if compute is None or not math.isfinite(compute):
         return
     seconds, tokens = (data + compute) / 1e9, _number(event.get("tokens", ""))
-    _add(columns, "step_s", step, seconds)
+    columns.add("step_s", step, seconds)
     if tokens is not None and math.isfinite(tokens) and seconds:
-        _add(columns, "tokens_per_s", step, tokens / seconds)
-
-
-def _add(columns: _Columns, key: str, step: int, value: Any) -> None:
-    number = value if type(value) is float else _number(value)
-    if number is not None:
-        column = columns.get(key)
-        if column is None:
-            column = columns[key] = ([], [])
-        column[0].append(step)
-        column[1].append(number)
+        columns.add("tokens_per_s", step, tokens / seconds)
 
 
 def _number(value: Any) -> float | None:
