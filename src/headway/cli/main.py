@@ -63,6 +63,8 @@ VERBS: dict[str, dict[str, str]] = {
         "sweep": "Run a grid of settings as one job and rank it",
         "jobs": "List submitted jobs and their state",
         "queue": "List the jobs of the service",
+        "events": "Print what happened on the service's cluster",
+        "priority": "Change the priority of a job of the service",
         "hold": "Keep a waiting job of the service from starting",
         "release": "Let a held job of the service start",
         "cancel": "Save and cancel a submitted run or sweep",

@@ -30,18 +30,22 @@ def service_job(root: Path, name: str) -> list[dict[str, Any]] | None:
     return rows or None
 
 
-def change_job(root: Path, name: str, verb: str, json: bool) -> None:
-    """Have the service cancel, hold or release a job, and print what has become of it."""
-    answer = connect(root).post(job_path(name, verb))
-    if not answer["changed"]:
-        states = sorted({row["state"] for row in answer["jobs"]})
+def change_job(root: Path, name: str, verb: str, json: bool, body: dict[str, Any] | None = None) -> None:
+    """Have the service change a job, and print what has become of it."""
+    answer = connect(root).post(job_path(name, verb), body)
+    states = sorted({row["state"] for row in answer["jobs"]})
+    if not answer["changed"] and verb == "priority":
+        if set(states) <= OVER:
+            raise EngineError(f"cannot change the priority of job {name}: it is {', '.join(states)}")
+    elif not answer["changed"]:
         held = "" if verb == "hold" else " and not held"
         raise EngineError(f"cannot {verb} job {name}: it is {', '.join(states)}{held}", hint="only waiting jobs can")
     if json:
         print_json(answer["jobs"])
         return
     for row in answer["jobs"]:
-        print(f"job {row['id']} ({row['name']}) is {state_of(row)}")
+        priority = f", with priority {row['priority']}" if verb == "priority" else ""
+        print(f"job {row['id']} ({row['name']}) is {state_of(row)}{priority}")
 
 
 def state_of(row: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,6 +94,9 @@ def simulate(
         float, typer.Option("--repair", min=0, metavar="SECONDS", help="Duration of a node's repair.")
     ] = 14400,
     spares: Annotated[int, typer.Option("--spares", min=0, help="Nodes held in reserve.")] = 0,
+    start: Annotated[
+        str, typer.Option("--start", metavar="DATE", help="Day of second 0, for monthly budgets.")
+    ] = "1970-01-01",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of what a trace does not specify.")] = 0,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Plot usage and queue over time.")
@@ -118,6 +122,7 @@ def simulate(
         node_days=node_days,
         repair_s=repair,
         spares=spares,
+        unix_zero_s=_unix_s(start),
         seed=seed,
     )
     if spares >= nodes:
@@ -138,6 +143,14 @@ def simulate(
         print_json(limits | {"policies": summaries})
     else:
         print("\n".join(_table(trace, setup, summaries, zero_wait_bound(trace), skipped)))
+
+
+def _unix_s(day: str) -> float:
+    """Return when a day begins, in Unix seconds."""
+    try:
+        return datetime.strptime(day, "%Y-%m-%d").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        raise UsageError(f"--start {day!r} is not a day", hint="for example --start 2026-11-01") from None
 
 
 def _where(

@@ -15,7 +15,7 @@ from headway.hardware import Cluster, parse_on
 from headway.recipe import load_recipe
 from headway.track import command, runs_root
 
-OF_SERVICE = "--tenant, --priority and --preemptible are for --engine service"
+OF_SERVICE = "--tenant, --priority, --preemptible, --after and --key are for --engine service"
 
 
 def submit(
@@ -61,6 +61,15 @@ def submit(
             help="Whether the service may stop and restart it (default: runs yes, commands no).",
         ),
     ] = None,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--after", metavar="JOB[:any]", help="Start once a job has succeeded (JOB:any: is over); repeatable."
+        ),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="TEXT", help="A command is submitted once per key, however often.")
+    ] = None,
     no_shared_folder: NoSharedFolder = False,
     runs: Runs = None,
     settings: Settings = None,
@@ -74,8 +83,18 @@ def submit(
     The service (headway up) takes any command, too. Settings of a site are in ~/.config/headway/engines.toml.
     """
     is_command, root = "--" in sys.argv, runs_root(runs)
+    if key is not None and not is_command:
+        raise UsageError("--key is for commands", hint="a run has a name: --name")
     engine = engine or ("service" if is_command else "local")
-    site = _site(engine, tenant, priority, preemptible, is_command)
+    only_service = {
+        "tenant": tenant,
+        "priority": None if priority is None else str(priority),
+        "after": ",".join(after) if after else None,
+        "key": key,
+    }
+    site = _site(
+        engine, {name: text for name, text in only_service.items() if text is not None}, preemptible, is_command
+    )
     if is_command:
         if engine != "service":
             raise UsageError(f"--engine {engine} takes recipes, not commands", hint="--engine service")
@@ -114,15 +133,11 @@ def _recipe_and_cluster(what: list[str], on: str | None) -> tuple[Path, Cluster]
     return Path(what[0]), parse_on(on)
 
 
-def _site(
-    engine: str, tenant: str | None, priority: int | None, preemptible: bool | None, is_command: bool
-) -> dict[str, str]:
+def _site(engine: str, stated: dict[str, str], preemptible: bool | None, is_command: bool) -> dict[str, str]:
     """Return the settings of a job that only the service has."""
     if engine != "service":
-        if tenant is not None or priority is not None or preemptible is not None:
+        if stated or preemptible is not None:
             raise UsageError(OF_SERVICE, hint="add --engine service")
         return {}
     stops = preemptible if preemptible is not None else not is_command
-    site = {"preemptible": "yes" if stops else "no"}
-    site |= {} if tenant is None else {"tenant": tenant}
-    return with_user(site | ({} if priority is None else {"priority": str(priority)}))
+    return with_user({"preemptible": "yes" if stops else "no"} | stated)

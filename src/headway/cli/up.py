@@ -3,11 +3,13 @@
 import ipaddress
 import os
 import secrets
+import socket
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,12 +19,25 @@ from headway.errors import UsageError
 from headway.track import command, runs_root
 from headway.track.runs import create_private_folder
 
+if TYPE_CHECKING:
+    from headway.cluster.service.accounts import Accounts
+    from headway.cluster.service.certificates import ServerTls
+
 NEEDED = ("fastapi", "sqlalchemy", "uvicorn")
+_ANY = ("0.0.0.0", "::")
+"""Hosts that stand for all addresses of this machine."""
 
 
 def up(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0 = any free one).")] = 8324,
-    host: Annotated[str, typer.Option(help="Address to listen on; only loopback, there is no TLS yet.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback with TLS.")] = "127.0.0.1",
+    tls: Annotated[bool, typer.Option("--tls", help="TLS on loopback, too.")] = False,
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate (default: one of its own).")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", metavar="FILE", help="Private key of --tls-cert.")
+    ] = None,
     cluster: Annotated[
         Path | None, typer.Option("--cluster", metavar="FILE", help="cluster.toml with tenants (default: one tenant).")
     ] = None,
@@ -55,7 +70,9 @@ def up(
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"headway up needs {missing[0]}", hint="pip install 'headway[control]'")
-    _check_options(host, emulate, speed, demo)
+    _check_options(emulate, speed, demo)
+    if (tls_cert is None) != (tls_key is None):
+        raise UsageError("--tls-cert and --tls-key belong together", hint="give both, or none")
     from headway.cluster.scheduler.policies import POLICIES
     from headway.cluster.service.connection import service_folder
     from headway.cluster.service.demo import DEMO_SHAPE, DEMO_SPEED, DEMO_TENANTS
@@ -71,15 +88,24 @@ def up(
     emulate, speed = (DEMO_SHAPE, DEMO_SPEED) if demo else (emulate, speed)
     nodes = [this_machine(gpus, cpus)] if emulate is None else emulated_nodes(emulate, cpus)
     tenants = DEMO_TENANTS if demo else tenants_of(cluster)
-    _serve(root, folder, (host, port), nodes, tenants, policy, database, speed, demo, json)
+    secure = None
+    if tls or tls_cert or not _is_loopback(host):
+        secure = _server_tls(folder / "tls", host, tls_cert, tls_key)
+    _serve(root, folder, (host, port), secure, nodes, tenants, policy, database, speed, demo, json)
 
 
-def _check_options(host: str, emulate: str | None, speed: float, demo: bool) -> None:
-    if not _is_loopback(host):
-        raise UsageError(
-            f"{host} can be reached from other machines, and there is no TLS yet",
-            hint="leave --host at 127.0.0.1; reach it through ssh -L",
-        )
+def _server_tls(folder: Path, host: str, certificate: Path | None, key: Path | None) -> "ServerTls":
+    """Return the certificate to listen with: the given one, or one of the service's own authority."""
+    from headway.cluster.service.certificates import Authority, server_tls
+
+    authority = Authority(folder)
+    if certificate is not None and key is not None:
+        return server_tls(certificate, key, authority.file)
+    names = ["localhost", "127.0.0.1", socket.gethostname(), *([] if host in _ANY else [host])]
+    return authority.server(folder, list(dict.fromkeys(names)))
+
+
+def _check_options(emulate: str | None, speed: float, demo: bool) -> None:
     if speed != 1.0 and emulate is None:
         raise UsageError("--speed is for emulated nodes", hint="--emulate NODESxGPUS")
     if demo and emulate is not None:
@@ -90,20 +116,25 @@ def _serve(
     root: Path,
     folder: Path,
     address: tuple[str, int],
+    tls: "ServerTls | None",
     nodes: list[dict[str, Any]],
-    tenants: list[dict[str, Any]],
+    listed: list[dict[str, Any]] | None,
     policy: str,
     database: str | None,
     speed: float,
     demo: bool,
     json: bool,
 ) -> None:
+    from headway.cluster.service.accounts import Accounts
     from headway.cluster.service.app import make_app
     from headway.cluster.service.connection import NODE_TOKEN, TOKEN
     from headway.cluster.service.demo import submit_demo
     from headway.cluster.service.faults import VARIABLE, write_points
     from headway.cluster.service.live_service import LiveService
+    from headway.cluster.service.local_cluster import starting_tenants
+    from headway.cluster.service.peer_certificate import PeerCertificateProtocol
     from headway.cluster.service.plane import ControlPlane
+    from headway.cluster.service.secret_store import SecretStore, secrets_key
     from headway.cluster.service.single import only_service, publish_address
     from headway.cluster.service.store import ServiceStore
     from headway.cluster.service.tables import open_database, sqlite_url
@@ -113,28 +144,37 @@ def _serve(
     host, port = address
     with only_service(folder):
         listener = listen(host, port)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        url = _url(host, listener.getsockname()[1], tls is not None)
+        fingerprint = None if tls is None else tls.fingerprint
         engine = open_database(database or sqlite_url(folder / "control.db"))
         points = write_points()
         os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
         store = ServiceStore(engine, points)
-        plane = ControlPlane(store, time.time, speed)
+        tenants = starting_tenants(store, listed)
+        plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)))
         for name in plane.set_cluster(nodes, tenants, policy):
             print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
-        service = LiveService(store, plane, lambda line: print(line, file=sys.stderr, flush=True))
-        app = make_app(service, _token(folder / TOKEN), _token(folder / NODE_TOKEN), host)
+        log = partial(print, file=sys.stderr, flush=True)
+        service = LiveService(store, plane, log, history=folder / "history")
+        accounts = Accounts(store, time.time)
+        token = _first_token(accounts, folder / TOKEN)
+        app = make_app(service, token, _token(folder / NODE_TOKEN), host, accounts=accounts)
 
         def listening() -> None:
-            publish_address(folder, url)
+            publish_address(folder, url, fingerprint)
             service.start()
-            service.start_nodes([str(node["name"]) for node in nodes], folder / "nodes", url, folder / NODE_TOKEN)
+            local = [str(node["name"]) for node in nodes]
+            service.start_nodes(local, folder / "nodes", url, folder / NODE_TOKEN, fingerprint)
             if demo:
                 submit_demo(plane, folder)
             if json:
-                print_json({"listening": url, "runs": str(root), "nodes": [node["name"] for node in nodes]})
+                names = [node["name"] for node in nodes]
+                print_json({"listening": url, "fingerprint": fingerprint, "runs": str(root), "nodes": names})
             else:
                 count = sum(len(node["gpus"]) for node in nodes)
                 print(f"{url}: {plural(len(nodes), 'node')}, {plural(count, 'GPU')}, {plural(len(tenants), 'tenant')}")
+                if fingerprint is not None:
+                    print(f"fingerprint {fingerprint}")
                 if speed != 1.0:
                     print(f"emulated: the scheduler's clock runs {speed:g} times as fast")
                 print("Ctrl-C ends it; jobs go on")
@@ -142,11 +182,23 @@ def _serve(
             sys.stdout.flush()
 
         try:
-            serve(app, listener, listening)
+            serve(
+                app, listener, listening, **({} if tls is None else tls.options() | {"http": PeerCertificateProtocol})
+            )
         finally:
             service.close()
         if service.failure is not None:
             raise service.failure
+
+
+def _first_token(accounts: "Accounts", file: Path) -> str:
+    """Return the token of the first admin; a new one if the one in its file was revoked."""
+    token = _token(file)
+    if not accounts.admit_first(token):
+        file.unlink()
+        token = _token(file)
+        accounts.admit_first(token)
+    return token
 
 
 def _token(file: Path) -> str:
@@ -163,6 +215,12 @@ def _token(file: Path) -> str:
         os.fchmod(stream.fileno(), 0o600)
         stream.write(token + "\n")
     return token
+
+
+def _url(host: str, port: int, secure: bool) -> str:
+    """Return where this machine reaches what listens on a host and port."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -6,6 +6,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from threading import Event as StopEvent
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,10 +22,10 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-def serve(app: FastAPI, listener: socket.socket, listening: Callable[[], None]) -> None:
-    """Answer until SIGTERM or Ctrl-C."""
+def serve(app: FastAPI, listener: socket.socket, listening: Callable[[], None], **settings: Any) -> None:
+    """Answer until SIGTERM or Ctrl-C; `settings` are further ones of uvicorn, such as a certificate."""
     config = uvicorn.Config(
-        app, log_level="warning", lifespan="off", timeout_graceful_shutdown=DRAIN_S, server_header=False
+        app, log_level="warning", lifespan="off", timeout_graceful_shutdown=DRAIN_S, server_header=False, **settings
     )
     server = _Server(config, app.state.stopping, listening)
     asyncio.run(server.serve(sockets=[listener]))

@@ -1,7 +1,10 @@
 """Budgets: a tenant that has spent its GPU-hours of the month runs on idle GPUs, or waits."""
 
 import math
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -11,10 +14,13 @@ from headway.cluster.scheduler.decision_log import apply_decisions, replay
 from headway.cluster.scheduler.jobs import Job
 from headway.cluster.scheduler.policies import POLICIES
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
-from headway.cluster.scheduler.tenants import MONTH_S
 from headway.cluster.scheduler.wait_reasons import explain_wait
 from headway.cluster.simulate import JobTrace, SimulationSetup, simulate
 from headway.errors import UsageError
+
+DAY_S = 86400.0
+MONTH_S = 31 * DAY_S
+"""January: second 0 is the beginning of 1970 unless it is set."""
 
 
 def cluster(hours: float = 10.0) -> ClusterSnapshot:
@@ -43,7 +49,7 @@ def test_gpu_hours_count_in_the_month_they_fall_into() -> None:
     assert snapshot.tenants.over_budget().tolist() == [True, False]
     snapshot.advance(MONTH_S + 50)
     assert snapshot.tenants.spent_gpu_s[0] == 4 * 50
-    snapshot.advance(4 * MONTH_S + 7)
+    snapshot.advance((31 + 28 + 31 + 30) * DAY_S + 7)
     assert snapshot.tenants.spent_gpu_s[0] == 4 * 7
     assert snapshot.tenants.over_budget().tolist() == [False, False]
 
@@ -54,6 +60,38 @@ def test_spending_resets_exactly_at_the_end_of_a_month() -> None:
     run_cycle(snapshot, 0.0)
     for now in (MONTH_S / 2, MONTH_S):
         snapshot.advance(now)
+    assert snapshot.tenants.spent_gpu_s[0] == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spending_is_what_ran_since_the_first_of_the_month(seed: int) -> None:
+    """By the calendar of the standard library, over two years from any day, leap days included."""
+    rng = Random(seed)
+    zero = datetime(2023, 1, 1, tzinfo=UTC).timestamp() + rng.uniform(0, 365 * DAY_S)
+    snapshot = cluster()
+    snapshot.set_calendar(zero)
+    snapshot.submit([Job("x", "poor", 4)])
+    run_cycle(snapshot, 0.0)
+    for now in sorted(rng.uniform(0, 730 * DAY_S) for _ in range(40)):
+        snapshot.advance(now)
+        today = datetime.fromtimestamp(zero + now, UTC)
+        first = datetime(today.year, today.month, 1, tzinfo=UTC).timestamp()
+        assert snapshot.tenants.spent_gpu_s[0] == pytest.approx(4 * min(zero + now - first, now), abs=1e-3)
+    again = ClusterSnapshot.from_json(snapshot.to_json())
+    assert (again.unix_zero_s, again.to_json()) == (snapshot.unix_zero_s, snapshot.to_json())
+
+
+def test_spending_of_another_month_does_not_count_after_an_outage() -> None:
+    """The scheduler's clock stands still meanwhile; the calendar does not."""
+    snapshot = cluster()
+    november = datetime(2026, 11, 30, 23, tzinfo=UTC).timestamp()
+    snapshot.set_calendar(november)
+    snapshot.submit([Job("x", "poor", 4)])
+    run_cycle(snapshot, 0.0)
+    snapshot.advance(60.0)
+    snapshot.set_calendar(november + 600)
+    assert snapshot.tenants.spent_gpu_s[0] == 240
+    snapshot.set_calendar(november + 3600)
     assert snapshot.tenants.spent_gpu_s[0] == 0
 
 
@@ -125,6 +163,10 @@ def test_simulated_tenant_over_budget_waits_for_the_next_month(tmp_path: Path) -
     assert result.first_start_s[[0, 2]].tolist() == [0.0, 30_000.0]
     assert MONTH_S <= result.first_start_s[1] <= MONTH_S + 3600
     assert list(replay(path)) == [None] * len(list(replay(path)))
+    february = replace(setup, unix_zero_s=datetime(2027, 2, 1, tzinfo=UTC).timestamp())
+    first_start_s = simulate(trace, february, POLICIES["headway"], record=tmp_path / "y.jsonl.gz").first_start_s[1]
+    assert 28 * DAY_S <= first_start_s <= 28 * DAY_S + 3600
+    assert list(replay(tmp_path / "y.jsonl.gz")) == [None] * len(list(replay(tmp_path / "y.jsonl.gz")))
     with pytest.raises(UsageError, match="tenant x has a budget but no guarantee"):
         simulate(trace, SimulationSetup("a100", 8, 1, budgets={"x": 1.0}), POLICIES["headway"])
 

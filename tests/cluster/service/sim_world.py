@@ -1,8 +1,9 @@
 """A whole cluster in one thread: the real control plane and node agents over fake clock, network, disks and processes.
 
 Each tick does something at random: users submit and cancel, nodes talk to the service, cycles run, processes exit. Any
-write may be the last of its process; messages are lost, late and repeated; nodes reboot; the clock jumps. After each
-tick, what really runs is compared with what may run.
+write may be the last of its process; messages are lost, late and repeated; nodes reboot, and are cut off until the
+service gives them up; operators cordon and drain them; the clock jumps. After each tick, what really runs is compared
+with what may run.
 """
 
 import json
@@ -11,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from sqlalchemy import event, select
+from sqlalchemy import Row, event, select
 
 from headway.cluster.engines.engine import OVER, LaunchRequest
 from headway.cluster.engines.submissions import request_from_json
@@ -24,7 +26,7 @@ from headway.cluster.service.node import ClusterNode, Starts
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.store import ServiceStore, Superseded
-from headway.cluster.service.tables import jobs, open_database, ranks
+from headway.cluster.service.tables import dependencies, jobs, open_database, ranks
 from headway.errors import EngineError
 
 NODES = [
@@ -32,6 +34,9 @@ NODES = [
     for number in range(3)
 ]
 TENANTS = [{"name": "red", "guarantee": 6}, {"name": "blue", "guarantee": 6}]
+
+
+GIVE_UP_S = 90.0
 
 
 class Crash(Exception):
@@ -66,6 +71,8 @@ class Process:
     told: float | None = None
     sent: int = 0
     result: RankResult | None = None
+    abandoned: bool = False
+    """Whether the service has given it up; it may still run on a node that is cut off."""
 
     @property
     def alive(self) -> bool:
@@ -129,6 +136,8 @@ class World:
     processes: list[Process] = field(default_factory=list)
     submitted: list[str] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
+    ended: dict[str, float] = field(default_factory=dict)
+    """When each process was found to have ended, at the latest."""
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -144,7 +153,12 @@ class World:
         self.engine.dispose()
         self.disks = {str(node["name"]): {} for node in NODES}
         self.agents: dict[str, ClusterNode | None] = dict.fromkeys(self.disks)
-        self.late: dict[str, NodeOrders] = {}
+        self.late: dict[str, tuple[NodeOrders, float]] = {}
+        """Orders on their way, and when the reports were sent that they answer."""
+        self.cut: dict[str, float] = {}
+        """Nodes that reach nobody, and until when."""
+        self.heard = dict.fromkeys(self.disks, self.time)
+        """When the newest service could last have heard of a node."""
         self.plane: ControlPlane | None = None
         self.zombie: ControlPlane | None = None
 
@@ -152,9 +166,12 @@ class World:
 
     def start_service(self) -> None:
         store = ServiceStore(self.engine, self.points)
-        self.plane = ControlPlane(store, lambda: self.time + self.skew)
+        self.plane = ControlPlane(
+            store, lambda: self.time + self.skew, monotonic=lambda: self.time, give_up_after_s=GIVE_UP_S
+        )
         self.decider = InProcessDecider()
         self.plane.set_cluster(NODES, TENANTS, "headway")
+        self.heard = dict.fromkeys(self.disks, self.time)
 
     def serve(self, act: str) -> None:
         """Have the service do something; a crash ends it, and another one starts at some later tick."""
@@ -172,7 +189,7 @@ class World:
 
     def submit(self, plane: ControlPlane) -> None:
         rng = self.rng
-        machines = rng.choice((1, 1, 1, 2, 3))
+        machines, tenant = rng.choice((1, 1, 1, 2, 3)), rng.choice(("red", "blue"))
         request = LaunchRequest(
             f"job-{len(self.submitted)}",
             ("run", str(rng.choice((10.0, 100.0, 1000.0))), str(rng.choice((0, 0, 0, 0, 3)))),
@@ -185,9 +202,10 @@ class World:
             array=rng.choice((None, None, None, 3)),
             at_once=rng.choice((None, 1)),
             site={
-                "tenant": rng.choice(("red", "blue")),
+                "tenant": tenant,
                 "priority": str(rng.choice((0, 0, 5))),
                 "preemptible": rng.choice(("yes", "yes", "no")),
+                "after": self.some_job_of(tenant) or "",
             },
         )
         key = request.name
@@ -199,6 +217,18 @@ class World:
         with self.engine.connect() as connection:
             names = connection.execute(select(jobs.c.id).where(jobs.c.state.not_in(OVER))).scalars().all()
         return self.rng.choice(names) if names else None
+
+    def some_job_of(self, tenant: str) -> str | None:
+        """A dependency of a job of this tenant, for some jobs."""
+        if self.rng.random() < 0.8:
+            return None
+        with self.engine.connect() as connection:
+            names = connection.execute(select(jobs.c.id).where(jobs.c.tenant == tenant)).scalars().all()
+        return f"{self.rng.choice(names)}:{self.rng.choice(('ok', 'any'))}" if names else None
+
+    def set_priority(self, plane: ControlPlane) -> None:
+        if (job := self.some_job()) is not None:
+            plane.set_priority(job, self.rng.choice((-1, 0, 5, 9)))
 
     def cancel(self, plane: ControlPlane) -> None:
         if (job := self.some_job()) is not None:
@@ -218,6 +248,21 @@ class World:
             with suppress(EngineError):  # it waits
                 plane.signal(job, 10)
 
+    # -- operators
+
+    def cordon(self, plane: ControlPlane) -> None:
+        plane.fleet.cordon(self.rng.choice(list(self.disks)))
+
+    def uncordon(self, plane: ControlPlane) -> None:
+        plane.fleet.cordon(self.rng.choice(list(self.disks)), False)
+
+    def drain(self, plane: ControlPlane) -> None:
+        self.seen["drained"] += len(plane.fleet.drain(self.rng.choice(list(self.disks))))
+
+    def maintain(self, plane: ControlPlane) -> None:
+        begins = plane.wall_s + self.rng.choice((-5.0, 100.0, 700.0))
+        plane.fleet.schedule_maintenance(self.rng.choice(list(self.disks)), begins, begins + 200)
+
     # -- nodes
 
     def talk(self, name: str) -> None:
@@ -228,13 +273,19 @@ class World:
             self.late.pop(name, None)
         try:
             if name in self.late:
-                agent.obey(self.late.pop(name))
+                orders, sent = self.late.pop(name)
+                agent.obey(orders, self.time - sent)
+                return
+            if self.cut.get(name, 0.0) > self.time:
                 return
             plane = self.zombie if self.zombie is not None and self.rng.random() < 0.3 else self.plane
             if plane is None or self._lossy(0.1):
                 return
             try:
-                orders = plane.sync(agent.report())
+                report = agent.report()
+                orders = plane.sync(report)
+                if plane is self.plane:
+                    self.heard[name] = self.time
             except Superseded:
                 self.seen["superseded"] += 1
                 return
@@ -242,7 +293,7 @@ class World:
             if self._lossy(0.1):
                 return
             if self._lossy(0.1):
-                self.late[name] = orders
+                self.late[name] = orders, self.time
                 return
             for _ in range(2 if self._lossy(0.1) else 1):
                 agent.obey(orders)
@@ -275,11 +326,14 @@ class World:
         process = Process(wanted.key, node, wanted.gpus, request, self.time, self.time + length, status)
         on_disk[wanted.key] = process
         self.processes.append(process)
-        job, start, _ = wanted.key.split(":")
+        here = [other for other in self.processes if other.node == node and other.alive and other.abandoned]
+        assert not here, f"{wanted.key} started beside what was given up: {here}"
+        job, start, rank = wanted.key.split(":")
         with self.engine.connect() as connection:
             mine = (ranks.c.job == job) & (ranks.c.start == int(start))
-            states = connection.execute(select(ranks.c.state).where(mine)).scalars().all()
-        assert "granted" not in states, f"{wanted.key} started before the whole gang may"
+            states = dict(connection.execute(select(ranks.c.rank, ranks.c.state).where(mine)).all())
+        assert "granted" not in states.values(), f"{wanted.key} started before the whole gang may"
+        assert states.get(int(rank)) in ("issued", "running"), f"{wanted.key} started after it was given up: {states}"
 
     def warn(self, process: Process) -> None:
         if process.warned is None:
@@ -290,6 +344,7 @@ class World:
     def run_processes(self) -> None:
         for process in self.processes:
             if not process.alive:
+                self.ended.setdefault(process.key, self.time)
                 continue
             after_s = None if process.warned is None else process.warned - process.began
             if process.told is not None and self.time >= process.told + process.request.grace_s:
@@ -304,13 +359,17 @@ class World:
         if self._lossy(0.01):
             self.skew += rng.choice((-100.0, 20.0, 3600.0))
         self.run_processes()
-        acts = ("cycle",) * 6 + ("submit",) * 2 + ("cancel", "hold", "release", "warn_job")
-        self.serve(rng.choice(acts) if self.faults else rng.choice(("cycle", "cycle", "release")))
+        acts = ("cycle",) * 10 + ("submit",) * 4 + ("cancel", "hold", "release", "warn_job", "set_priority")
+        acts += ("cordon", "uncordon", "uncordon", "drain", "maintain")
+        calm = ("cycle", "cycle", "cycle", "cycle", "release", "uncordon")
+        self.serve(rng.choice(acts if self.faults else calm))
         for name in self.disks:
             if rng.random() < 0.6:
                 self.talk(name)
         if self._lossy(0.01):
             self.reboot(rng.choice(list(self.disks)))
+        if self._lossy(0.02):
+            self.cut[rng.choice(list(self.disks))] = self.time + rng.choice((20.0, 200.0, 1000.0))
         self.check()
 
     # -- what must hold
@@ -323,12 +382,26 @@ class World:
             assert len(gpus) == len(set(gpus)), f"GPUs of {node['name']} are given twice: {here}"
             assert sum(process.request.cpus for process in here) <= int(str(node["cpus"])), here
             assert sum(process.request.memory_bytes or 0 for process in here) <= int(str(node["memory_bytes"])), here
-        starts = {(process.key.split(":")[0], process.key.split(":")[1]) for process in alive}
+        self.note_abandoned(alive)
+        starts = {tuple(process.key.split(":")[:2]) for process in alive if not process.abandoned}
         assert len(starts) == len({job for job, _ in starts}), "a job runs twice"
+
+    def note_abandoned(self, alive: list[Process]) -> None:
+        """What runs although the service counts it as exited is on a node that was silent for as long as it says."""
+        with self.engine.connect() as connection:
+            rows = connection.execute(select(ranks.c.job, ranks.c.start, ranks.c.rank, ranks.c.state)).all()
+        wanted = {f"{row.job}:{row.start}:{row.rank}" for row in rows if row.state != "exited"}
+        for process in alive:
+            if process.key not in wanted and not process.abandoned:
+                silent_s = self.time - self.heard[process.node]
+                assert silent_s > GIVE_UP_S, f"{process.key} was given up after {silent_s} s"
+                process.abandoned = True
+                self.seen["given up"] += 1
 
     def finish(self) -> None:
         """Without further faults, everything comes to an end."""
         self.faults, self.points.rate, self.zombie = False, 0.0, None
+        self.cut.clear()
         for _ in range(5000):
             self.tick()
             if self.plane is not None and self.some_job() is None and not any(self.disks.values()):
@@ -336,6 +409,21 @@ class World:
         with self.engine.connect() as connection:
             left = connection.execute(select(jobs.c.id, jobs.c.state, jobs.c.reason).where(jobs.c.state.not_in(OVER)))
             raise AssertionError(f"jobs never end: {left.all()}, on disk {self.disks}")
+
+    def _check_dependencies(self, rows: "dict[str, Row[Any]]") -> None:
+        """No job began before what it waits for was over, nor at all if that had to succeed and did not."""
+        with self.engine.connect() as connection:
+            pairs = connection.execute(select(dependencies)).all()
+        for pair in pairs:
+            needed = [row for row in rows.values() if pair.needs in (row.id, row.array)]
+            began = [process.began for process in self.processes if process.key.split(":")[0] == pair.job]
+            succeeded = all(row.state == "finished" for row in needed)
+            assert needed
+            assert not began or pair.condition == "any" or succeeded, pair
+            self.seen["dependencies"] += 1
+            for name in (row.id for row in needed):
+                ends = [self.ended[process.key] for process in self.processes if process.key.split(":")[0] == name]
+                assert not began or min(began) >= max(ends, default=0.0), pair
 
     def check_ends(self) -> None:
         """Every job that was ever accepted has ended once, as its command did."""
@@ -347,6 +435,7 @@ class World:
         assert all(count == (json.loads(row.request)["array"] or 1) for row in rows for count in [counts[row.name]]), (
             done
         )
+        self._check_dependencies({row.id: row for row in rows})
         for row in rows:
             mine = [process for process in self.processes if process.key.split(":")[0] == row.id]
             statuses = {process.result.status for process in mine if process.result is not None}
@@ -354,7 +443,7 @@ class World:
             if row.state == "finished":
                 assert 0 in statuses, (row, mine)
             elif row.state == "cancelled":
-                assert row.id in self.cancelled, row
+                assert row.id in self.cancelled or "which had to succeed first" in row.reason, row
             else:
                 assert row.state == "failed", row
                 assert statuses & {3, 138, 137, None}, (row, mine)

@@ -194,10 +194,12 @@ def test_waiting_job_is_explained_from_live_state(api: Api) -> None:
 def test_silent_node_gets_no_new_jobs_until_it_reports(database: Path) -> None:
     now = [1000.0]
     store = ServiceStore(open_database(sqlite_url(database)))
-    plane, decider = ControlPlane(store, lambda: now[0]), InProcessDecider()
+    plane, decider = ControlPlane(store, monotonic=lambda: now[0]), InProcessDecider()
     plane.set_cluster(SPECS[:1], [{"name": "default"}], "headway")
     plane.sync(NodeReport("n1"))
-    now[0] += 31
+    for _ in range(4):
+        now[0] += 8
+        plane.take_events()
     plane.submit(LaunchRequest("job", ("true",), Path("/tmp"), gpus=1))
     assert run_cycle(plane, decider).started == 0
     plane.sync(NodeReport("n1"))

@@ -52,5 +52,5 @@ def test_many_random_schedules_of_faults(tmp_path: Path) -> None:
     total = Counter[str]()
     for seed in range(100, 160):
         total += lived(tmp_path, seed, 200).seen
-    for what in ("started", "preempted", "service crashes", "node crashes", "reboots", "superseded"):
+    for what in ("started", "preempted", "service crashes", "node crashes", "reboots", "superseded", "given up"):
         assert total[what] > 20, total

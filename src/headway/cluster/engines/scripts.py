@@ -85,8 +85,11 @@ def _numbers(path: Path) -> tuple[int, ...]:
     return tuple(map(int, parts)) if len(parts) == 2 and all(part.isdecimal() for part in parts) else ()
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old content or the new."""
+def replace_file(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a file atomically: readers see the old content or the new. Nobody else can ever open a private one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    if private:
+        partial.unlink(missing_ok=True)
+        os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     partial.write_text(text)
     partial.replace(path)

@@ -5,9 +5,10 @@ another are a sweep; a job's burst is how many of them arrived in the ten minute
 """
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from headway.cluster.scheduler.jobs import Job
+from headway.cluster.scheduler.jobs import Job, job_from_json, job_to_json
 from headway.cluster.scheduler.runtimes import JobClass, RuntimeHistory
 
 MAX_ARRIVALS = 5000
@@ -65,3 +66,28 @@ class JobHistory:
         if not self._active[job_class.sweep]:
             del self._active[job_class.sweep]
             self.runtimes.forget(job_class)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the history as JSON values for `from_json`."""
+        return {
+            "arrivals": [[job_to_json(job), job_class] for job, job_class in self.arrivals],
+            "classes": self.classes,
+            "recent": [[similar, list(times)] for similar, times in self._recent.items()],
+            "sweeps": [[similar, number] for similar, number in self._sweeps.items()],
+            "active": [[sweep, jobs] for sweep, jobs in self._active.items()],
+            "count": self._count,
+            "runtimes": self.runtimes.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "JobHistory":
+        """Return the history that `to_json` wrote."""
+        history = cls()
+        history.runtimes = RuntimeHistory.from_json(values["runtimes"])
+        history.arrivals += [JobArrival(job_from_json(job), JobClass(*similar)) for job, similar in values["arrivals"]]
+        history.classes = {name: JobClass(*similar) for name, similar in values["classes"].items()}
+        history._recent = {JobClass(*similar): deque(times) for similar, times in values["recent"]}
+        history._sweeps = {JobClass(*similar): number for similar, number in values["sweeps"]}
+        history._active = dict(values["active"])
+        history._count = values["count"]
+        return history

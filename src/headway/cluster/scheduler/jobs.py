@@ -1,7 +1,9 @@
 """Jobs: what users request, and the table of waiting and running jobs."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +61,25 @@ class Job:
         if count < 1 or count != int(count):
             raise UsageError(f"job {self.name}: array size is {count}", hint="a whole number, at least 1")
         return [replace(self, name=f"{self.name}[{number}]", kind="array") for number in range(count)]
+
+
+_DEFAULTS = {column.name: column.default for column in fields(Job) if column.default is not MISSING}
+
+
+def job_to_json(job: Job) -> dict[str, Any]:
+    """Return a job as JSON values, without what is as by default."""
+    values: dict[str, Any] = {"name": job.name, "tenant": job.tenant, "gpus": job.gpus}
+    for key, default in _DEFAULTS.items():
+        value = getattr(job, key)
+        if value != default:
+            values[key] = "inf" if value == math.inf else value
+    return values
+
+
+def job_from_json(values: Mapping[str, Any]) -> Job:
+    """Return the job that `job_to_json` wrote."""
+    known: dict[str, Any] = {key: math.inf if value == "inf" else value for key, value in values.items()}
+    return Job(**known)
 
 
 class JobTable(Columns):

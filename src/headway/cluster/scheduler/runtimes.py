@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_RECENT = 500
 """Jobs remembered per group, at most."""
@@ -86,6 +86,19 @@ class RuntimeHistory:
     def forget(self, sweep: JobClass) -> None:
         """Drop a finished sweep's own group, which no later job belongs to."""
         self._ended.pop(sweep.sweep_group, None)
+
+    def to_json(self) -> list[Any]:
+        """Return the run times as JSON values for `from_json`."""
+        return [[group, list(runtimes)] for group, runtimes in self._ended.items()]
+
+    @classmethod
+    def from_json(cls, values: Iterable[Any]) -> "RuntimeHistory":
+        """Return the run times that `to_json` wrote."""
+        history = cls()
+        for group, runtimes in values:
+            ended = (ObservedRuntime(*runtime) for runtime in runtimes)
+            history._ended[tuple(group)] = deque(ended, maxlen=MAX_RECENT)
+        return history
 
     def with_running(self, running: Iterable[tuple[JobClass, ObservedRuntime]]) -> dict[Group, list[ObservedRuntime]]:
         """Return all run times per group, with those of running jobs, in order of their begin."""

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.scheduler.jobs import INTERACTIVE_MIN_RUN_S, KINDS, Job, JobTable, check_sizes
+from headway.cluster.scheduler.months import month_bounds
 from headway.cluster.scheduler.nodes import HEALTHY, QUARANTINED, SPARE, STATES, NodeTable
 from headway.cluster.scheduler.placement import ANYWHERE, Kept, Placement
-from headway.cluster.scheduler.tenants import NO_TENANT, TenantTable
+from headway.cluster.scheduler.tenants import NO_TENANT, UNLIMITED, TenantTable
 from headway.errors import UsageError, plural
 
 Amount = float | NDArray[np.float64]
@@ -35,6 +36,8 @@ class ClusterSnapshot:
     def __init__(self) -> None:
         self.nodes, self.tenants, self.jobs = NodeTable(), TenantTable(), JobTable()
         self.now_s = 0.0
+        self.unix_zero_s = 0.0
+        """Unix seconds at second 0, for calendar months: 1 January 1970 unless somebody knows better."""
         self._queue: NDArray[np.int64] = np.empty(0, np.int64)
         self._stale = False
         """Whether jobs of the queue have been started."""
@@ -77,8 +80,15 @@ class ClusterSnapshot:
         """Let time pass."""
         assert now_s >= self.now_s, "time does not go back"
         if now_s > self.now_s:
-            self.tenants.advance(now_s - self.now_s, self.now_s)
+            self.tenants.advance(now_s - self.now_s, self.unix_zero_s + self.now_s)
             self.now_s = now_s
+
+    def set_calendar(self, unix_s: float) -> None:
+        """Say what time it is now, in Unix seconds; what was spent in another month does not count any more."""
+        month = month_bounds(self.unix_zero_s + self.now_s)
+        self.unix_zero_s = unix_s - self.now_s
+        if not month[0] <= unix_s < month[1]:
+            self.tenants.spent_gpu_s[:] = 0.0
 
     def submit(self, jobs: Iterable[Job], known_s: Iterable[float] = ()) -> list[int]:
         """Queue jobs, all or none: raise UsageError if one can never run."""
@@ -161,7 +171,7 @@ class ClusterSnapshot:
     def _check_shape(self, job: Job) -> None:
         """Raise OversizedJobError for a job whose nodes would need more than any, or more nodes, than there are."""
         nodes, machines = self.nodes, max(job.machines, 1)
-        rows = np.array([row for pool in nodes.pools for row in range(pool.first, pool.end - pool.spares)], np.int64)
+        rows = np.concatenate([np.arange(pool.first, pool.end - pool.spares) for pool in nodes.pools])
         each = job.gpus // machines if job.machines else min(job.gpus, 1)
         for what, asked, has in (
             ("GPUs per machine", each, nodes.gpus),
@@ -394,7 +404,7 @@ class ClusterSnapshot:
 
     # -- JSON
 
-    def to_json(self) -> str:
+    def to_json(self, indent: int | None = 1) -> str:
         """Return the snapshot as JSON for `from_json`."""
         tenants = [self.tenants.record(row) for row in range(len(self.tenants))]
         for tenant in tenants:
@@ -402,7 +412,7 @@ class ClusterSnapshot:
             tenant["budget_gpu_s"] = _plain(tenant["budget_gpu_s"])
         jobs = []
         held = sorted(set(self.jobs.rows.values()) - {*self.queue.tolist(), *self.active.tolist(), *self.ending})
-        for row in (*self.queue.tolist(), *self.active.tolist(), *sorted(self.ending), *held):
+        for row in (*self.queue.tolist(), *self.active.tolist(), *self.ending, *held):
             job = self.jobs.record(row) | {"tenant": self.tenants.names[self.jobs.tenant[row]]}
             if row in self.placements:
                 pool, placement = self.placements[row]
@@ -422,14 +432,22 @@ class ClusterSnapshot:
             | ({"limits": self.nodes.limits(pool)} if self.nodes.counted else {})
             for number, pool in enumerate(self.nodes.pools)
         ]  # fmt: skip
-        values = {"format": 1, "now_s": self.now_s, "pools": pools, "tenants": tenants, "jobs": jobs}
-        return json.dumps(values, indent=1)
+        calendar = {"unix_zero_s": self.unix_zero_s} if self.unix_zero_s else {}
+        values = {"format": 1, "now_s": self.now_s, **calendar, "pools": pools, "tenants": tenants, "jobs": jobs}
+        return json.dumps(values, indent=indent)
 
     @classmethod
     def from_json(cls, text: str) -> "ClusterSnapshot":
         """Read what `to_json` wrote; raise UsageError for anything else."""
         try:
-            values = json.loads(text)
+            return cls.from_values(json.loads(text))
+        except ValueError as error:
+            raise UsageError(f"not a cluster snapshot: {type(error).__name__}: {error}") from None
+
+    @classmethod
+    def from_values(cls, values: Any) -> "ClusterSnapshot":
+        """Read the values of what `to_json` wrote; raise UsageError for anything else."""
+        try:
             if not isinstance(values, dict) or values.get("format") != 1:
                 raise UsageError("unknown snapshot format", hint="expected format 1")
             return cls._read(values)
@@ -450,18 +468,23 @@ class ClusterSnapshot:
         for tenant in values["tenants"]:
             budget = tenant.get("budget_gpu_s", "inf")
             row = tenants.add_tenant(
-                **{key: tenant[key] for key in ("name", "guarantee", "parent", "borrow", "lend")},
+                **{key: tenant[key] for key in ("name", "guarantee", "parent")},
+                borrow=None if tenant["borrow"] == UNLIMITED else tenant["borrow"],
+                lend=None if tenant["lend"] == UNLIMITED else tenant["lend"],
                 budget_gpu_h=None if budget == "inf" else budget / 3600,
             )
             tenants.spent_gpu_s[row] = tenant.get("spent_gpu_s", 0.0)
             tenants.recent[row], tenants.short[row] = tenant["recent"], tenant["short"]
-        snapshot.now_s = values["now_s"]
+        snapshot.now_s, snapshot.unix_zero_s = values["now_s"], values.get("unix_zero_s", 0.0)
+        queue, active = list[int](), list[int]()
         for job in values["jobs"]:
-            snapshot._read_job(dict(job))
+            snapshot._read_job(dict(job), queue, active)
+        snapshot._queue, snapshot.active = np.array(queue, np.int64), np.array(active, np.int64)
         snapshot._submitted = int(max((jobs.number[row] for row in jobs.rows.values()), default=-1)) + 1
         return snapshot
 
-    def _read_job(self, job: dict[str, Any]) -> None:
+    def _read_job(self, job: dict[str, Any], queue: list[int], active: list[int]) -> None:
+        """Add a job; to the rows of those that wait or run, if it does."""
         place, name, tenant = job.pop("place", None), job.pop("name"), job.pop("tenant")
         kept = job.pop("kept", None)
         if name in self.jobs.rows:
@@ -481,7 +504,7 @@ class ClusterSnapshot:
         if place is None and self.jobs.held[row]:
             return
         if place is None:
-            self._queue = np.append(self._queue, row)
+            queue.append(row)
             self.tenants.add_wanted(self.jobs.tenant[row], int(self.jobs.gpus[row]))
             return
         gpus, nodes = np.array(place["gpus"], np.int32), np.array(place["nodes"], np.int32)
@@ -491,7 +514,7 @@ class ClusterSnapshot:
         self.placements[row] = (place["pool"], Placement(nodes, gpus))
         self._hold(row, *self.placements[row])
         self.tenants.add_used(self.jobs.tenant[row], int(gpus.sum()))
-        self.active = np.append(self.active, row)
+        active.append(row)
 
 
 def _plain(value: Any) -> Any:

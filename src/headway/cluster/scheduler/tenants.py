@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.scheduler.columns import Columns, column
+from headway.cluster.scheduler.months import month_bounds
 from headway.errors import UsageError, plural
 
 NO_TENANT = -1
@@ -23,8 +24,6 @@ HALF_LIFE_S = 7 * 86400.0
 SHORT_HALF_LIFE_S = 30 * 86400.0
 """Half-life of a tenant's shortfall."""
 LN2 = math.log(2.0)
-MONTH_S = 30 * 86400.0
-"""Budget period, counted from second 0."""
 
 
 class TenantTable(Columns):
@@ -38,7 +37,7 @@ class TenantTable(Columns):
     wanted = column(np.int64, 0)  # GPUs that its jobs wait for, with its children's
     recent = column(np.float64, 0.0)  # GPU-seconds used, with a half-life
     short = column(np.float64, 0.0)  # GPU-seconds of its guarantee that it lacked, with a longer half-life
-    budget_gpu_s = column(np.float64, math.inf)  # GPU-seconds per month, at most
+    budget_gpu_s = column(np.float64, math.inf)  # GPU-seconds per calendar month, at most
     spent_gpu_s = column(np.float64, 0.0)  # of it this month, with its children's
 
     def __init__(self) -> None:
@@ -49,6 +48,8 @@ class TenantTable(Columns):
         self.unlimited = True
         """Whether no tenant has a lending or borrowing limit."""
         self.has_budgets = False
+        self._month = (0.0, 0.0)
+        """Unix seconds at which the month of the last update begins and ends."""
         self._unmet: NDArray[np.int64] | None = None
         """Cache of `unmet_gpus`, until usage or demand changes."""
 
@@ -134,10 +135,12 @@ class TenantTable(Columns):
             headroom[children] = np.maximum(np.minimum(headroom[children], most), 0)
         return headroom
 
-    def advance(self, seconds: float, since_s: float = 0.0) -> None:
-        """Let time pass: add current usage and shortfall to the decaying sums."""
-        count = len(self)
-        month_s = (since_s + seconds) % MONTH_S
+    def advance(self, seconds: float, since_unix_s: float = 0.0) -> None:
+        """Let time pass: add current usage and shortfall to the decaying sums, and to the spending of the month."""
+        count, until_unix_s = len(self), since_unix_s + seconds
+        if not self._month[0] <= until_unix_s < self._month[1]:
+            self._month = month_bounds(until_unix_s)
+        month_s = until_unix_s - self._month[0]
         if month_s < seconds:
             self.spent_gpu_s[:count] = 0.0
         used, spent = self.used[:count], self.spent_gpu_s[:count]

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.scheduler.decisions import Decision, Reason, ReasonCode
+from headway.cluster.scheduler.months import month_bounds
 from headway.cluster.scheduler.packing import busy_until_s, is_small, packing_scores
 from headway.cluster.scheduler.placement import ANYWHERE, FreeGpus, PackWith, Placement
 from headway.cluster.scheduler.policy import Flags, Policy, Rows
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.scheduler.starvation_guard import NodeReservation
-from headway.cluster.scheduler.tenants import MONTH_S
 
 PAYBACK_S = 1800.0
 """A start or resize must last this long to be worth a restart."""
@@ -103,9 +103,10 @@ class WhatIf:
         left = tenants.budget_gpu_s[:count] - tenants.spent_gpu_s[:count]
         active = self.snapshot.active[~jobs.preemptible[self.snapshot.active]]
         needs = np.zeros(len(jobs.gpus))
+        unix_s = self.snapshot.unix_zero_s + self.now
+        month_s = month_bounds(unix_s)[1] - unix_s
         for rows, ran_s in ((active, self.snapshot.held_s(active, self.now)), (queue, jobs.ran_s[queue])):
             left_s = np.maximum(jobs.limit_s[rows] - ran_s, 0.0)
-            month_s = MONTH_S - self.now % MONTH_S
             needs[rows] = np.where(np.isfinite(left_s), np.minimum(left_s, month_s), 0.0) * jobs.gpus[rows]
         needs[queue[jobs.preemptible[queue]]] = 0.0
         for row in active.tolist():

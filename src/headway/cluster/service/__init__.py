@@ -7,5 +7,6 @@ store.py tables.py  the database and the record; faults.py kills at a chosen wri
 node.py             a node obeys its orders (messages.py); host_starts.py are its processes, node_process.py its agent
 app.py              the HTTP API behind access_guard.py; views.py what it answers
 live_service.py     threads and agents of a running service; decider.py decides in a process of its own
+certificates.py     the service's authority and its server; peer_certificate.py tells who a client is
 service_engine.py   the service as an engine, over connection.py
 """

@@ -1,29 +1,63 @@
 """Who may use the service: everything that is checked before a request reaches a route.
 
-- The Host header must name this machine: a page of another site, whose name was rebound to 127.0.0.1, has its own name.
-- The token must be known: that of users, or that of nodes for what only nodes may do.
-- A request may not be larger than MOST_BYTES.
+1. The Host header must name this machine: a page of another site, whose name was rebound to 127.0.0.1, has its own.
+2. A request may not be larger than MOST_BYTES, and must have arrived after BODY_S.
+3. The token must be known and valid: that of a user, or that of nodes for what only nodes may do.
+4. Nobody may ask more often than the rate limit, nor try wrong tokens more often than FAILURES_PER_S.
+5. The user's role and the token's scopes must cover what the route needs (roles.py). What a user may see is its
+   tenants': routes ask for them with the Principal that is handed on.
 """
 
+import asyncio
 import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headway.cluster.service.accounts import Accounts
+from headway.cluster.service.audit import Action, acting
+from headway.cluster.service.rate_limit import RateLimiter
+from headway.cluster.service.roles import NODES, OPEN, PERMISSIONS, Need, Permission, Principal
 from headway.http_server import is_own_name, own_names
 
 MOST_BYTES = 16 * 2**20
-OPEN = "/health"
-"""Needs no token, and says nothing."""
-FOR_NODES = "/api/v1/sync"
+BODY_S = 30.0
+"""How long a request may take to arrive."""
+REQUESTS_PER_S, REQUESTS_BURST = 300.0, 600.0
+"""Of each user token."""
+FAILURES_PER_S, FAILURES_BURST = 2.0, 20.0
+"""Wrong tokens from each address."""
+READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-class TokenGuard:
-    """Refuses requests from elsewhere, and those without the token."""
+@dataclass(frozen=True)
+class GuardSettings:
+    """What the guard goes by."""
 
-    def __init__(self, app: ASGIApp, user_token: str, node_token: str, host: str = "127.0.0.1") -> None:
-        self._app, self._user_token, self._node_token = app, user_token, node_token
-        self._names = own_names(host)
+    node_token: str
+    host: str = "127.0.0.1"
+    requests_per_s: float = REQUESTS_PER_S
+    requests_burst: float = REQUESTS_BURST
+    body_s: float = BODY_S
+    clock: Callable[[], float] = time.monotonic
+    """Seconds that never go back, for rates."""
+    wall_clock: Callable[[], float] = time.time
+    """Unix seconds, for the audit log."""
+
+
+class AccessGuard:
+    """Refuses requests from elsewhere, of nobody, too many, and those that their user may not make."""
+
+    def __init__(self, app: ASGIApp, accounts: Accounts, settings: GuardSettings) -> None:
+        self._app, self._accounts, self._settings = app, accounts, settings
+        self._names = own_names(settings.host)
+        self._requests = RateLimiter(settings.requests_per_s, settings.requests_burst, settings.clock)
+        self._failures = RateLimiter(FAILURES_PER_S, FAILURES_BURST, settings.clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""
@@ -33,34 +67,103 @@ class TokenGuard:
         if scope["type"] != "http":
             raise RuntimeError(f"no {scope['type']} here")
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        refusal = self._refusal(scope["path"], headers)
-        if refusal is not None:
+        route = _route(scope)
+        need = None if route is None else PERMISSIONS.get(f"{scope['method']} {route}")
+        checked = self._check(scope, headers, need)
+        if isinstance(checked, Response):
+            await checked(scope, receive, send)
+            return
+        limited = _LimitedBody(receive, self._settings.body_s)
+        if checked is None:  # open to all, or a node
+            await self._app(scope, limited.receive, send)
+            return
+        if route is not None and (not isinstance(need, Permission) or not checked.allows(need)):
+            refusal = await self._refuse(checked, scope, route)
             await refusal(scope, receive, send)
             return
-        left = MOST_BYTES
+        scope.setdefault("state", {})["principal"] = checked
+        if scope["method"] in READS:
+            await self._app(scope, limited.receive, send)
+            return
+        with acting(self._action(checked, scope, route)):
+            await self._app(scope, limited.receive, send)
 
-        async def receive_limited() -> Message:
-            nonlocal left
-            message = await receive()
-            left -= len(message.get("body", b""))
-            return {"type": "http.disconnect"} if left < 0 else message
-
-        await self._app(scope, receive_limited, send)
-
-    def _refusal(self, path: str, headers: dict[str, str]) -> Response | None:
+    def _check(self, scope: Scope, headers: dict[str, str], need: Need | None) -> Principal | Response | None:
+        """The caller, None if there need not be one, or a refusal."""
         if not is_own_name(headers.get("host", ""), self._names):
             return _error(403, "this server does not answer to that Host")
-        if path == OPEN:
+        if need == OPEN:
             return None
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > MOST_BYTES:
             return _error(413, f"a request may have {MOST_BYTES // 2**20} MiB")
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        token = self._node_token if path == FOR_NODES else self._user_token
-        if scheme.lower() != "bearer" or not secrets.compare_digest(key.strip().encode(), token.encode()):
-            return _error(401, "wrong or missing token")
-        return None
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else ""
+        if need == NODES:
+            if secrets.compare_digest(token.encode(), self._settings.node_token.encode()):
+                return None
+            return self._wrong_token(scope)
+        principal = self._accounts.authenticate(token)
+        if principal is None:
+            return self._wrong_token(scope)
+        wait_s = self._requests.admit(principal.token)
+        return _too_many(wait_s, "this token asks too often") if wait_s else principal
+
+    def _wrong_token(self, scope: Scope) -> Response:
+        """The same for tokens that are unknown, expired and revoked."""
+        wait_s = self._failures.admit((scope.get("client") or ("",))[0])
+        if wait_s:
+            return _too_many(wait_s, "too many requests with wrong tokens")
+        return _error(401, "wrong or missing token", **{"www-authenticate": "Bearer"})
+
+    async def _refuse(self, principal: Principal, scope: Scope, route: str) -> Response:
+        await run_in_threadpool(self._accounts.note_refusal, self._action(principal, scope, route))
+        return _error(403, f"{principal.role} '{principal.user}' may not {scope['method']} {route} with this token")
+
+    def _action(self, principal: Principal, scope: Scope, route: str | None) -> Action:
+        return Action(
+            principal.user,
+            principal.token,
+            principal.tenant,
+            f"{scope['method']} {route}",
+            scope["path"],
+            self._settings.wall_clock(),
+        )
 
 
-def _error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": message, "hint": None}, status_code=status)
+class _LimitedBody:
+    """The body of a request, up to a size and a time; what exceeds them is cut off."""
+
+    def __init__(self, receive: Receive, body_s: float) -> None:
+        self._receive, self._left, self._complete = receive, MOST_BYTES, False
+        self._due = asyncio.get_running_loop().time() + body_s
+
+    async def receive(self) -> Message:
+        """The next part."""
+        if self._complete:  # whoever asks waits for the client to go
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._due):
+                message = await self._receive()
+        except TimeoutError:
+            return {"type": "http.disconnect"}
+        self._left -= len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        return {"type": "http.disconnect"} if self._left < 0 else message
+
+
+def _route(scope: Scope) -> str | None:
+    """The path, with the names of its parameters, of the route that will answer; None if none will."""
+    routes: list[BaseRoute] = scope["app"].router.routes
+    for route in routes:
+        if route.matches(scope)[0] is Match.FULL:
+            return str(getattr(route, "path", ""))
+    return None
+
+
+def _too_many(wait_s: float, message: str) -> JSONResponse:
+    return _error(429, message, **{"retry-after": str(int(wait_s) + 1)})
+
+
+def _error(status: int, message: str, **headers: str) -> JSONResponse:
+    return JSONResponse({"error": message, "hint": None, "kind": "access"}, status_code=status, headers=headers)

@@ -1,9 +1,10 @@
 """The HTTP API of the service: each route checks its input and calls one function of the control plane."""
 
 import asyncio
+import time
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -12,15 +13,38 @@ from pydantic_core import to_jsonable_python
 
 from headway import __version__
 from headway.cluster.engines.submissions import request_from_json
-from headway.cluster.service.access_guard import TokenGuard
-from headway.cluster.service.demand import job_of
+from headway.cluster.service.access_guard import AccessGuard, GuardSettings
+from headway.cluster.service.access_routes import Caller, ErrorAnswer, add_access_routes
+from headway.cluster.service.accounts import Accounts
+from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.messages import REPORT
-from headway.cluster.service.views import find_jobs, list_jobs, list_nodes
+from headway.cluster.service.new_jobs import NewJob
+from headway.cluster.service.ownership import own_key, own_request
+from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
+from headway.cluster.service.tenant_routes import add_tenant_routes
+from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, name_jobs, own_events, tenant_jobs
+from headway.cluster.service.visibility import own_explanation, own_node
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
 
+MOST_AT_ONCE = 100
+"""Submissions of one batch."""
+MOST_LINES = 10_000
+"""Of the record, in one answer."""
 POLL_S = 0.02
 LONGEST_WAIT_S = 10.0
+JobName = Annotated[str, Path(min_length=1, max_length=200, description="Id, array, or name of the newest such job.")]
+ERRORS = {
+    400: "What was asked for cannot be: the sentence says why.",
+    401: "The token is missing, unknown, expired or revoked.",
+    403: "The user or its token may not do this.",
+    409: "Not in this state.",
+    413: "The request is too large.",
+    422: "The request is not as this document says.",
+    429: "Too many requests: Retry-After says when.",
+    503: "The database or the scheduler does not answer.",
+}
+"""What every route may answer beside what it returns."""
 
 
 class JobSubmission(BaseModel):
@@ -31,6 +55,25 @@ class JobSubmission(BaseModel):
     secrets: dict[str, str] = {}
     key: str | None = Field(default=None, min_length=1, max_length=200)
     dry: bool = False
+
+    def new_job(self, caller: Principal, tenants: frozenset[str] | None) -> NewJob:
+        """What is to be queued for a caller who sees these tenants."""
+        request = own_request(request_from_json(self.request), caller, tenants)
+        return NewJob(request, self.secrets, own_key(self.key, caller))
+
+
+class JobBatch(BaseModel):
+    """Jobs to queue together, all or none."""
+
+    model_config = ConfigDict(extra="forbid")
+    jobs: Annotated[list[JobSubmission], Field(min_length=1, max_length=MOST_AT_ONCE)]
+
+
+class PriorityRequest(BaseModel):
+    """A new priority."""
+
+    model_config = ConfigDict(extra="forbid")
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 
 
 class SignalRequest(BaseModel):
@@ -50,69 +93,107 @@ class NodeSync(BaseModel):
     wait_s: Annotated[float, Field(ge=0, le=LONGEST_WAIT_S)] = 0.0
 
 
-def make_app(service: LiveService, user_token: str, node_token: str, host: str) -> FastAPI:
-    """The application of a service."""
-    app = FastAPI(title="Headway", version=__version__, docs_url=None, redoc_url=None)
+def make_app(
+    service: LiveService,
+    user_token: str,
+    node_token: str,
+    host: str,
+    *,
+    accounts: Accounts | None = None,
+    guard: GuardSettings | None = None,
+) -> FastAPI:
+    """The application of a service; `user_token` acts for the first admin."""
+    accounts = accounts or Accounts(service.store, time.time)
+    accounts.admit_first(user_token)
+    answers = {status: {"model": ErrorAnswer, "description": text} for status, text in ERRORS.items()}
+    app = FastAPI(title="Headway", version=__version__, docs_url=None, redoc_url=None, responses=answers)  # type: ignore[arg-type]
     app.state.stopping = service.stopping
-    app.add_middleware(TokenGuard, user_token=user_token, node_token=node_token, host=host)
+    app.add_middleware(AccessGuard, accounts=accounts, settings=guard or GuardSettings(node_token, host))
     app.add_exception_handler(HeadwayError, _headway_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ValidationError, _invalid)
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
+    add_access_routes(app, service, accounts)
+    add_tenant_routes(app, service, accounts)
     return app
 
 
 def _add_job_routes(app: FastAPI, service: LiveService) -> None:
     plane, store = service.plane, service.store
 
-    def names_of(job: str) -> str:
-        with store.read() as connection:
-            names = find_jobs(connection, job)
-        if not names:
-            raise UsageError(f"no job '{job}'", hint="headway queue lists jobs")
-        return names[0]
+    def tenants_of(caller: Principal) -> frozenset[str] | None:
+        return visible_tenants(caller, plane.cluster.values["tenants"])
 
-    def listed(name: str) -> list[dict[str, Any]]:
+    def listed(job: str, caller: Principal) -> list[dict[str, Any]]:
+        """The jobs of an id, array or name that the caller may see: others do not exist for it."""
+        tenants = tenants_of(caller)
         with store.read() as connection:
-            return list_jobs(connection, [name])
+            names = find_jobs(connection, job, tenants)
+            if not names:
+                raise UsageError(f"no job '{job}'", hint="headway queue lists jobs")
+            return list_jobs(connection, names, tenants=tenants)
+
+    def to_change(job: str, caller: Principal) -> str:
+        """The id or array of jobs that the caller may change."""
+        rows = listed(job, caller)
+        if not all(may_change_job(caller, row["user"]) for row in rows):
+            raise UsageError(f"job '{job}' is of user {rows[0]['user'] or 'unknown'}", hint="ask a tenant-admin")
+        return str(rows[0]["array"] if job not in {row["id"] for row in rows} and rows[0]["array"] else rows[0]["id"])
 
     @app.post("/api/v1/jobs")
-    def submit(submission: JobSubmission) -> dict[str, Any]:
-        request = request_from_json(submission.request)
+    def submit(submission: JobSubmission, caller: Caller) -> dict[str, Any]:
+        new = submission.new_job(caller, tenants_of(caller))
         if submission.dry:
-            plane.cluster.check_job(job_of(request, request.name, plane.now_s, plane.cluster.tenants))
+            plane.cluster.check_job(job_of(new.request, new.request.name, plane.now_s, plane.cluster.tenants))
             return {"id": None}
-        return {"id": plane.submit(request, submission.secrets, submission.key)}
+        return {"id": plane.submit_all([new])[0]}
+
+    @app.post("/api/v1/jobs:batch")
+    def submit_batch(batch: JobBatch, caller: Caller) -> dict[str, Any]:
+        if any(submission.dry for submission in batch.jobs):
+            raise UsageError("a batch cannot be tried", hint="leave dry out")
+        tenants = tenants_of(caller)
+        return {"ids": plane.submit_all([submission.new_job(caller, tenants) for submission in batch.jobs])}
 
     @app.get("/api/v1/jobs")
     def jobs(
-        job: Annotated[list[str] | None, Query(max_length=1000)] = None, over: bool = False
+        caller: Caller, job: Annotated[list[str] | None, Query(max_length=1000)] = None, over: bool = False
     ) -> list[dict[str, Any]]:
         with store.read() as connection:
-            return list_jobs(connection, job or (), over=over)
+            return list_jobs(connection, job or (), over=over, tenants=tenants_of(caller))
 
     @app.get("/api/v1/jobs/{job}")
-    def show(job: str) -> list[dict[str, Any]]:
-        return listed(names_of(job))
+    def show(job: JobName, caller: Caller) -> list[dict[str, Any]]:
+        return listed(job, caller)
 
     @app.get("/api/v1/jobs/{job}/why")
-    def why(job: str) -> dict[str, Any]:
-        return service.why(listed(names_of(job))[0])
+    def why(job: JobName, caller: Caller) -> dict[str, Any]:
+        answer, tenants = service.why(listed(job, caller)[0]), tenants_of(caller)
+        if tenants is None or answer["why"] is None:
+            return answer
+        with store.read() as connection:
+            mine = tenant_jobs(connection, tenants)
+        return answer | {"why": own_explanation(answer["why"], tenants, mine)}
 
     @app.post("/api/v1/jobs/{job}/signal")
-    def send_signal(job: str, body: SignalRequest) -> list[dict[str, Any]]:
-        plane.signal(names_of(job), body.number)
-        return listed(names_of(job))
+    def send_signal(job: JobName, body: SignalRequest, caller: Caller) -> list[dict[str, Any]]:
+        plane.signal(to_change(job, caller), body.number)
+        return listed(job, caller)
+
+    @app.post("/api/v1/jobs/{job}/priority")
+    def set_priority(job: JobName, body: PriorityRequest, caller: Caller) -> dict[str, Any]:
+        changed = plane.set_priority(to_change(job, caller), body.priority)
+        return {"changed": changed, "jobs": listed(job, caller)}
 
     @app.post("/api/v1/jobs/{job}/{verb}")
-    def change(job: str, verb: Literal["cancel", "hold", "release"]) -> dict[str, Any]:
-        name, done = names_of(job), True
+    def change(job: JobName, verb: Literal["cancel", "hold", "release"], caller: Caller) -> dict[str, Any]:
+        name, done = to_change(job, caller), True
         if verb == "cancel":
             plane.cancel(name)
         else:
             done = plane.hold(name, verb == "hold")
-        return {"changed": done, "jobs": listed(name)}
+        return {"changed": done, "jobs": listed(name, caller)}
 
 
 def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
@@ -123,13 +204,28 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
         return {"ok": True}
 
     @app.get("/api/v1/nodes")
-    def nodes() -> list[dict[str, Any]]:
+    def nodes(caller: Caller) -> list[dict[str, Any]]:
+        tenants = visible_tenants(caller, plane.cluster.values["tenants"])
         with store.read() as connection:
-            return list_nodes(connection)
+            mine = tenant_jobs(connection, tenants)
+            return [own_node(node, mine) for node in list_nodes(connection)]
 
     @app.get("/api/v1/record")
-    def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> Any:
-        return list(plane.lines[after : after + limit])
+    def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000) -> Any:
+        return plane.lines[max(after, plane.lines.first) :][:limit]
+
+    @app.get("/api/v1/events")
+    def events(
+        caller: Caller,
+        after: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000,
+    ) -> dict[str, Any]:
+        after = max(after, plane.lines.first)
+        lines = plane.lines[after : after + limit]
+        tenants = visible_tenants(caller, plane.cluster.values["tenants"])
+        with store.read() as connection:
+            happened = own_events(connection, after, lines, tenants)
+            return {"after": after + len(lines), "events": name_jobs(connection, happened)}
 
     @app.post("/api/v1/sync")
     async def sync(body: NodeSync, request: Request) -> Any:

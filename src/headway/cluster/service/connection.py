@@ -1,8 +1,16 @@
-"""HTTP to the service: JSON both ways, a bearer token, and errors as they were raised there."""
+"""HTTP to the service: JSON both ways, a bearer token, and errors as they were raised there.
 
+Over TLS the service is known by its fingerprint, the SHA-256 of its certificate: no authority, name or clock is
+trusted, and nothing is sent before it was compared. Without a fingerprint the certificate must be one that this
+machine trusts.
+"""
+
+import hashlib
 import http.client
 import json
+import re
 import socket
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +26,20 @@ TIMEOUT_S = 60.0
 class ServiceConnection:
     """A connection per exchange, or one that is kept and opened again when it has broken; for one thread."""
 
-    def __init__(self, url: str, token: str, timeout_s: float = TIMEOUT_S, *, keep: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        timeout_s: float = TIMEOUT_S,
+        *,
+        keep: bool = False,
+        fingerprint: str | None = None,
+        certificate: tuple[Path, Path] | None = None,
+    ) -> None:
+        """`fingerprint` is that of the service; `certificate` and its key are shown to it, by nodes instead of a
+        token."""
         self.url, self._token, self._timeout_s, self._keep = url, token, timeout_s, keep
+        self._fingerprint, self._certificate = fingerprint, certificate
         self._connection: http.client.HTTPConnection | None = None
 
     def get(self, path: str, **query: Any) -> Any:
@@ -49,9 +69,9 @@ class ServiceConnection:
 
     def _once(self, method: str, path: str, body: bytes | None) -> Any:
         if self._connection is None:
-            parts = urlsplit(self.url)
-            self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._timeout_s)
-        headers = {"authorization": f"Bearer {self._token}", "content-type": "application/json"}
+            self._connection = self._open()
+        headers = {"content-type": "application/json"}
+        headers |= {} if self._token is None else {"authorization": f"Bearer {self._token}"}
         self._connection.request(method, path, body, headers)
         answer = self._connection.getresponse()
         data = answer.read()
@@ -60,11 +80,55 @@ class ServiceConnection:
         self.close()
         raise _error(answer.status, data, self.url)
 
+    def _open(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        if parts.scheme != "https":
+            return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._timeout_s)
+        context = ssl.create_default_context()
+        if self._fingerprint is not None:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if self._certificate is not None:
+            context.load_cert_chain(*self._certificate)
+        connection = http.client.HTTPSConnection(
+            parts.hostname or "", parts.port, timeout=self._timeout_s, context=context
+        )
+        try:
+            connection.connect()
+            if self._fingerprint is not None:
+                _check_fingerprint(connection.sock, self._fingerprint, self.url)
+        except ssl.SSLCertVerificationError as error:
+            connection.close()
+            raise EngineError(
+                f"the certificate of the service at {self.url} is not trusted: {error.verify_message}",
+                hint="--fingerprint with what headway up printed",
+            ) from None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
     def close(self) -> None:
         """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _check_fingerprint(channel: ssl.SSLSocket, expected: str, url: str) -> None:
+    actual = hashlib.sha256(channel.getpeercert(binary_form=True) or b"").hexdigest()
+    if actual != expected:
+        raise EngineError(
+            f"the service at {url} has the fingerprint {actual}, not {expected}",
+            hint="compare with what headway up prints there: another machine may be answering",
+        )
+
+
+def read_fingerprint(text: str) -> str:
+    """A fingerprint as it is compared: 64 lower-case hexadecimal digits; with colons and capitals it is the same."""
+    digits = text.strip().lower().removeprefix("sha256:").replace(":", "")
+    if not re.fullmatch(r"[0-9a-f]{64}", digits):
+        raise UsageError(f"{text!r} is no fingerprint", hint="64 hexadecimal digits, as headway up prints them")
+    return digits
 
 
 def _cause(error: Exception) -> str:
@@ -93,13 +157,14 @@ def connect(runs: Path, timeout_s: float = TIMEOUT_S) -> ServiceConnection:
     """Connect to the service of a folder of runs."""
     folder = service_folder(runs)
     try:
-        url = json.loads((folder / ADDRESS).read_text())["url"]
+        address = json.loads((folder / ADDRESS).read_text())
+        url, fingerprint = address["url"], address.get("fingerprint")
         token = (folder / TOKEN).read_text().strip()
     except FileNotFoundError:
         raise EngineUnreachable(f"no service has been started for {runs}", hint="start one with headway up") from None
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"cannot read {folder}: {error}") from None
-    return ServiceConnection(url, token, timeout_s)
+    return ServiceConnection(url, token, timeout_s, fingerprint=fingerprint)
 
 
 def job_path(job: str, *verb: str) -> str:

@@ -1,11 +1,11 @@
 """The scheduling cycle of a live cluster, and when the next one is due."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.plane import ControlPlane
+from headway.cluster.service.record_lines import RecordLines
 
 MAX_GAP_S = 5.0
 """Between cycles while jobs wait: time alone lets a scheduler decide differently."""
@@ -14,7 +14,7 @@ MAX_GAP_S = 5.0
 class Decider(Protocol):
     """What decides, in this process or another."""
 
-    def decide(self, lines: Sequence[Mapping[str, Any]], now_s: float) -> list[LiveDecision]:
+    def decide(self, lines: RecordLines, now_s: float) -> list[LiveDecision]:
         """Return the decisions for the state that a record leads to."""
         ...
 

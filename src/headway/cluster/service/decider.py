@@ -8,21 +8,21 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from queue import Empty, Queue
 from threading import Lock, Thread
 from typing import Any
 
+from headway.cluster.scheduler.months import month_start
 from headway.cluster.scheduler.wait_reasons import explain_wait
 from headway.cluster.service.grants import LiveDecision, decode, encode
 from headway.cluster.service.live_state import LiveState
+from headway.cluster.service.record_lines import RecordLines
 from headway.errors import EngineError, UsageError
 
 ANSWER_S = 60.0
 """How long a decision may take, a start of the process included."""
 _MODULE = "headway.cluster.service.decider"
-Lines = Sequence[Mapping[str, Any]]
 
 
 class InProcessDecider:
@@ -31,12 +31,12 @@ class InProcessDecider:
     def __init__(self) -> None:
         self.state, self.seen = LiveState(), 0
 
-    def decide(self, lines: Lines, now_s: float) -> list[LiveDecision]:
+    def decide(self, lines: RecordLines, now_s: float) -> list[LiveDecision]:
         """Return the decisions for the state that a record leads to."""
         self._follow(lines)
         return self.state.decide(now_s)
 
-    def why(self, lines: Lines, now_s: float, job: str) -> dict[str, Any]:
+    def why(self, lines: RecordLines, now_s: float, job: str) -> dict[str, Any]:
         """Explain the state of a job."""
         self._follow(lines)
         state, snapshot = self.state, self.state.snapshot.copy()
@@ -44,10 +44,28 @@ class InProcessDecider:
         explanation = explain_wait(snapshot, snapshot.now_s, state.policy, job, state.history)
         return asdict(explanation) | {"sentence": explanation.reason.sentence, "policy": state.policy.name}
 
-    def _follow(self, lines: Lines) -> None:
-        for line in lines[self.seen :]:
-            self.state.apply(line)
-        self.seen = len(lines)
+    def tenants(self, lines: RecordLines, now_s: float) -> dict[str, Any]:
+        """Return what tenants hold, wait for and have spent, and the month."""
+        self._follow(lines)
+        snapshot = self.state.snapshot.copy()
+        snapshot.advance(max(now_s, snapshot.now_s))
+        table, month = snapshot.tenants, month_start(snapshot.unix_zero_s + snapshot.now_s)
+        usage = {
+            name: {
+                "gpus": int(table.used[row]),
+                "wanted_gpus": int(table.wanted[row]),
+                "spent_gpu_h": float(table.spent_gpu_s[row]) / 3600,
+            }
+            for name, row in table.rows.items()
+        }
+        return {"month": month.strftime("%Y-%m"), "usage": usage}
+
+    def _follow(self, lines: RecordLines) -> None:
+        fold, news = lines.since(self.seen)
+        if fold is not None:
+            self.state, self.seen = LiveState.from_json(fold.text), fold.seq
+        self.state.apply_all(news)
+        self.seen += len(news)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -62,37 +80,47 @@ class DeciderProcess:
         self._answers: Queue[str] = Queue()
         self._seen, self._lock = 0, Lock()
 
-    def decide(self, lines: Lines, now_s: float) -> list[LiveDecision]:
+    def decide(self, lines: RecordLines, now_s: float) -> list[LiveDecision]:
         """See InProcessDecider."""
         return [decode(fields) for fields in self._ask(lines, {"decide": now_s})["decisions"]]
 
-    def why(self, lines: Lines, now_s: float, job: str) -> dict[str, Any]:
+    def why(self, lines: RecordLines, now_s: float, job: str) -> dict[str, Any]:
         """See InProcessDecider."""
         answer: dict[str, Any] = self._ask(lines, {"why": job, "at": now_s})["why"]
         return answer
 
-    def _ask(self, lines: Lines, question: dict[str, Any]) -> dict[str, Any]:
+    def tenants(self, lines: RecordLines, now_s: float) -> dict[str, Any]:
+        """See InProcessDecider."""
+        answer: dict[str, Any] = self._ask(lines, {"tenants": now_s})["tenants"]
+        return answer
+
+    def fold(self, lines: RecordLines, until: int) -> str:
+        """Return the state as JSON that so many lines lead to."""
+        return str(self._ask(lines, {"fold": until}, until)["fold"])
+
+    def _ask(self, lines: RecordLines, question: dict[str, Any], until: int | None = None) -> dict[str, Any]:
         with self._lock:
             for last in (False, True):  # once more with a new process
                 try:
-                    return self._exchange(lines, question)
+                    return self._exchange(lines, question, until)
                 except (OSError, Empty, ValueError):
                     self._end()
                     if last:
                         break
             raise EngineError("the scheduler's process does not answer", hint="see the log of headway up")
 
-    def _exchange(self, lines: Lines, question: dict[str, Any]) -> dict[str, Any]:
+    def _exchange(self, lines: RecordLines, question: dict[str, Any], until: int | None) -> dict[str, Any]:
         if self._process is None or self._process.poll() is not None:
             self._start()
         process = self._process
         assert process is not None
         assert process.stdin is not None
-        news = list(lines[self._seen :])
-        process.stdin.write(json.dumps({"lines": news, **question}) + "\n")
+        fold, news = lines.since(self._seen, until)
+        state = {} if fold is None else {"state": fold.text}
+        process.stdin.write(json.dumps({"lines": news, **state, **question}) + "\n")
         process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._answers.get(timeout=self._answer_s))
-        self._seen += len(news)
+        self._seen = (self._seen if fold is None else fold.seq) + len(news)
         if "usage" in answer:
             raise UsageError(answer["usage"], hint=answer["hint"])
         if "error" in answer:
@@ -133,13 +161,19 @@ def _collect(stream: Any, answers: "Queue[str]") -> None:
 
 def main() -> None:
     """Answer questions from standard input until it ends."""
-    decider, lines = InProcessDecider(), list[Mapping[str, Any]]()
+    decider, lines = InProcessDecider(), RecordLines()  # no lines: they come with the questions
     for text in sys.stdin:
         question = json.loads(text)
-        lines += question["lines"]
+        if "state" in question:
+            decider.state = LiveState.from_json(question["state"])
+        decider.state.apply_all(question["lines"])
         try:
             if "why" in question:
                 answer: dict[str, Any] = {"why": decider.why(lines, question["at"], question["why"])}
+            elif "fold" in question:
+                answer = {"fold": decider.state.to_json()}
+            elif "tenants" in question:
+                answer = {"tenants": decider.tenants(lines, question["tenants"])}
             else:
                 decisions = decider.decide(lines, question["decide"])
                 answer = {"decisions": [encode(decision) for decision in decisions]}

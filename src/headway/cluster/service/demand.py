@@ -20,8 +20,10 @@ SITE = {
     "min_run_s": "seconds before it may be preempted",
     "within": "a network level whose domains it must not span",
     "kind": ", ".join(KINDS),
+    "after": "jobs that must be over first, with commas: JOB (has succeeded) or JOB:any",
 }
 """Settings that only this engine has."""
+MOST_PRIORITY = 1_000_000
 
 
 def job_of(request: LaunchRequest, name: str, submit_s: float, tenants: list[str]) -> Job:
@@ -40,10 +42,10 @@ def job_of(request: LaunchRequest, name: str, submit_s: float, tenants: list[str
         raise UsageError(f"job {request.name}: preemptible is {preemptible!r}", hint="yes or no")
     return Job(
         name,
-        _tenant(request, tenants),
+        tenant_of(request, tenants),
         request.machines * request.gpus,
         submit_s=submit_s,
-        priority=int(_number(request, "priority", 0)),
+        priority=_priority(request),
         preemptible=preemptible == "yes",
         limit_s=math.inf if request.limit_s is None else request.limit_s,
         save_every_s=_number(request, "save_every_s", 1800.0),
@@ -63,10 +65,24 @@ def _shown(request: LaunchRequest, what: str) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _tenant(request: LaunchRequest, tenants: list[str]) -> str:
+def tenant_of(request: LaunchRequest, tenants: list[str]) -> str:
+    """Return the tenant of a request; UsageError if it names none and there are several."""
     if "tenant" not in request.site and len(tenants) != 1:
         raise UsageError(f"job {request.name} names no tenant", hint=f"--tenant with one of {', '.join(tenants)}")
     return request.site.get("tenant", tenants[0])
+
+
+def _priority(request: LaunchRequest) -> int:
+    text = request.site.get("priority", "0")
+    try:
+        priority = int(text)
+    except ValueError:
+        priority = MOST_PRIORITY + 1
+    if abs(priority) > MOST_PRIORITY:
+        raise UsageError(
+            f"job {request.name}: priority is {text!r}", hint=f"a whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}"
+        )
+    return priority
 
 
 def _number(request: LaunchRequest, key: str, default: float) -> float:

@@ -1,19 +1,17 @@
 """The end of a job's start: once all of its commands have exited, the job is over or waits again."""
 
 import json
-from collections.abc import MutableMapping
 from typing import Any
 
 from sqlalchemy import select, update
 
 from headway.cluster.service.outcome import RankResult, outcome_of
+from headway.cluster.service.secret_store import drop_job_secrets
 from headway.cluster.service.store import Transaction
 from headway.cluster.service.tables import jobs, ranks
 
 
-def finish_if_exited(
-    transaction: Transaction, name: str, now_s: float, wall_s: float, secrets: MutableMapping[str, Any]
-) -> None:
+def finish_if_exited(transaction: Transaction, name: str, now_s: float, wall_s: float) -> None:
     """Record what becomes of a job if all commands of its newest start have exited."""
     job = transaction.execute(select(jobs).where(jobs.c.id == name)).one()
     own = (ranks.c.job == name) & (ranks.c.start == job.starts)
@@ -34,4 +32,4 @@ def finish_if_exited(
     line: dict[str, Any] = {"at": now_s, "exited": name}
     transaction.add_lines([line | ({"again": True, "saved": outcome.saved} if again else {})])
     if not again:
-        secrets.pop(name, None)
+        drop_job_secrets(transaction, name)

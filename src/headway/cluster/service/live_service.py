@@ -11,6 +11,7 @@ from typing import Any
 from headway.cluster.service.cycle import MAX_GAP_S, run_cycle
 from headway.cluster.service.decider import DeciderProcess
 from headway.cluster.service.faults import NODE_VARIABLE, VARIABLE
+from headway.cluster.service.folds import EVERY_LINES, move_history, take_fold
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.store import DamagedRecord, ServiceStore, Superseded
 from headway.errors import EngineError, HeadwayError
@@ -18,6 +19,7 @@ from headway.errors import EngineError, HeadwayError
 AGENT_CHECK_S = 0.5
 RETRY_S = 1.0
 """Between cycles while the database fails."""
+FOLD_RETRY_S = 60.0
 _NODE = "headway.cluster.service.node_process"
 
 
@@ -30,12 +32,15 @@ class LiveService:
         plane: ControlPlane,
         log: Callable[[str], None],
         decider: DeciderProcess | None = None,
+        history: Path | None = None,
     ) -> None:
+        """`history` is the folder for lines of the record that no start needs any more."""
         self.store, self.plane, self.stopping = store, plane, threading.Event()
-        self._log, self._decider = log, decider or DeciderProcess()
+        self._log, self._decider, self._history = log, decider or DeciderProcess(), history
         self._agents: dict[str, tuple[list[str], subprocess.Popen[bytes]]] = {}
         self._threads = [
-            threading.Thread(target=run, name=run.__name__) for run in (self._run_cycles, self._keep_agents)
+            threading.Thread(target=run, name=run.__name__)
+            for run in (self._run_cycles, self._keep_agents, self._keep_folds)
         ]
         self.failure: HeadwayError | None = None
         """Why the service had to end, if it had to."""
@@ -45,11 +50,14 @@ class LiveService:
         for thread in self._threads:
             thread.start()
 
-    def start_nodes(self, names: Sequence[str], folder: Path, url: str, token_file: Path) -> None:
+    def start_nodes(
+        self, names: Sequence[str], folder: Path, url: str, token_file: Path, fingerprint: str | None = None
+    ) -> None:
         """Start an agent per local node, and another when it dies. Jobs outlive it, and the next one finds them."""
         fault = os.environ.pop(NODE_VARIABLE, None)
         for name in names:
-            command = [sys.executable, "-m", _NODE, name, str(folder / name), url, str(token_file), str(os.getpid())]
+            command = [sys.executable, "-m", _NODE, name, str(folder / name), url, str(token_file)]
+            command += [str(os.getpid()), *filter(None, [fingerprint])]
             environment = os.environ if fault is None else os.environ | {VARIABLE: fault}
             self._agents[name] = command, subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
 
@@ -60,12 +68,29 @@ class LiveService:
                     self._log(f"the agent of node {name} ended with status {process.returncode}; starting another")
                     self._agents[name] = command, subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
+    def _keep_folds(self) -> None:
+        while not self.stopping.wait(AGENT_CHECK_S):
+            lines = self.store.lines
+            if len(lines) - lines.first < EVERY_LINES:
+                continue
+            try:
+                take_fold(self.store)
+                if self._history is not None:
+                    move_history(self.store, self._history)
+            except (EngineError, OSError) as error:
+                self._log(f"the record could not be folded: {error}")
+                self.stopping.wait(FOLD_RETRY_S)
+
     def why(self, job: dict[str, Any]) -> dict[str, Any]:
         """Explain the state of a job: by the scheduler if it waits there, else by what is recorded."""
-        waits = job["state"] == "waiting" and not job["held"]
+        waits = job["state"] == "waiting" and not job["held"] and job["offered"]
         if waits:
-            return job | {"why": self._decider.why(self.plane.lines[:], self.plane.now_s, job["id"])}
+            return job | {"why": self._decider.why(self.plane.lines, self.plane.now_s, job["id"])}
         return job | {"why": None}
+
+    def tenant_usage(self) -> dict[str, Any]:
+        """What tenants hold, wait for and have spent this month."""
+        return self._decider.tenants(self.plane.lines, self.plane.now_s)
 
     def _run_cycles(self) -> None:
         outdated = False

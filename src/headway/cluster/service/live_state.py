@@ -3,12 +3,15 @@
 Each line is one JSON object with the time `at` and one of these keys:
 
     cluster      nodes, tenants and policy; again whenever these change
+    calendar     Unix seconds, once per start of the service: its clock stands still while none runs
     job          a job was submitted
     running      the nodes of a starting job have confirmed that it runs
     stopping     a user had a running job stopped
     exited       a job has exited, and waits `again` or is over; `saved` if its work up to then counts
+    priority     a job has another priority, `to`
     hold, unhold a user took a waiting job out of the queue, or put it back
-    node         a node is healthy or draining
+    node         a node is healthy, draining or quarantined
+    maintenance  a node is to be empty from `away_s` to `back_s`, or not any more
     decided      the decisions of a cycle, with their placements
 
 Nothing else changes the state, so reading the lines restores it at any time, and each cycle can be decided again.
@@ -16,15 +19,16 @@ Nothing else changes the state, so reading the lines restores it at any time, an
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from headway.cluster.scheduler.decide import decide
 from headway.cluster.scheduler.history import JobHistory
-from headway.cluster.scheduler.jobs import Job
+from headway.cluster.scheduler.jobs import Job, job_from_json
 from headway.cluster.scheduler.nodes import STATES
 from headway.cluster.scheduler.policies import POLICIES
 from headway.cluster.scheduler.policy import Policy
@@ -38,6 +42,7 @@ from headway.cluster.service.grants import (
     kept_by_stopped,
     placement_of,
 )
+from headway.errors import UsageError
 
 Line = Mapping[str, Any]
 
@@ -51,28 +56,72 @@ class LiveState:
     history: JobHistory = field(default_factory=JobHistory)
     policy: Policy = POLICIES["headway"]
 
+    def to_json(self) -> str:
+        """Return the state as JSON for `from_json`, after which it decides the same."""
+        values = {
+            "format": 1,
+            "policy": self.policy.name,
+            "ids": self.holdings.ids,
+            "grants": self.holdings.grants,
+            "history": self.history.to_json(),
+        }
+        return json.dumps(values)[:-1] + f', "snapshot": {self.snapshot.to_json(None)}}}'
+
+    @classmethod
+    def from_json(cls, text: str) -> "LiveState":
+        """Return the state that `to_json` wrote."""
+        values = json.loads(text)
+        if values["format"] != 1:
+            raise UsageError(f"unknown format {values['format']} of a fold")
+        holdings = Holdings(
+            {node: tuple(ids) for node, ids in values["ids"].items()},
+            {job: tuple((node, tuple(ids)) for node, ids in grant) for job, grant in values["grants"].items()},
+        )
+        snapshot = ClusterSnapshot.from_values(values["snapshot"])
+        return cls(snapshot, holdings, JobHistory.from_json(values["history"]), POLICIES[values["policy"]])
+
+    def apply_all(self, lines: Iterable[Line]) -> None:
+        """Update the state by lines of the record; jobs that were submitted together are added together."""
+        for at, together in groupby(lines, key=lambda line: line["at"] if "job" in line else None):
+            if at is None:
+                for line in together:
+                    self.apply(line)
+            else:
+                self._submitted(float(at), [job_from_json(line["job"]) for line in together])
+
+    def _submitted(self, at: float, submitted: list[Job]) -> None:
+        self.snapshot.advance(max(at, self.snapshot.now_s))
+        self.snapshot.submit(submitted)
+        for job in submitted:
+            self.history.submitted(job)
+
     def apply(self, line: Line) -> None:
         """Update the state by a line of the record."""
+        if "job" in line:
+            self._submitted(float(line["at"]), [job_from_json(line["job"])])
+            return
         snapshot = self.snapshot
         snapshot.advance(max(float(line["at"]), snapshot.now_s))
         if "decided" in line:
             self._apply_decisions([decode(fields) for fields in line["decided"]])
-        elif "job" in line:
-            job = job_from_json(line["job"])
-            snapshot.submit([job])
-            self.history.submitted(job)
         elif "exited" in line:
             self._exited(line["exited"], again=bool(line.get("again")), saved=bool(line.get("saved")))
         elif "running" in line:
             snapshot.confirm(snapshot.jobs.rows[line["running"]])
         elif "stopping" in line:
             snapshot.tell_to_stop(snapshot.jobs.rows[line["stopping"]])
+        elif "priority" in line:
+            snapshot.jobs.priority[snapshot.jobs.rows[line["priority"]]] = line["to"]
         elif "hold" in line:
             snapshot.hold(snapshot.jobs.rows[line["hold"]])
         elif "unhold" in line:
             snapshot.unhold(snapshot.jobs.rows[line["unhold"]])
+        elif "maintenance" in line:
+            self._set_maintenance(line["maintenance"], line["away_s"], line["back_s"])
         elif "node" in line:
             snapshot.nodes.state[snapshot.nodes.rows[line["node"]]] = STATES.index(line["state"])
+        elif "calendar" in line:  # it never goes back: months that are over stay over
+            snapshot.set_calendar(max(float(line["calendar"]), snapshot.unix_zero_s + snapshot.now_s))
         else:
             self._set_cluster(line["cluster"])
 
@@ -107,6 +156,14 @@ class LiveState:
             self.history.departed(name)
         snapshot.end(row)
 
+    def _set_maintenance(self, name: str, away_s: float | None, back_s: float | None) -> None:
+        nodes = self.snapshot.nodes
+        if name in nodes.rows:
+            row = nodes.rows[name]
+            nodes.away_s[row] = math.inf if away_s is None else away_s
+            nodes.back_s[row] = -math.inf if back_s is None else back_s
+            nodes.has_maintenance = True
+
     def _set_cluster(self, cluster: Line) -> None:
         """Build the cluster, or change it under the jobs that it has."""
         self.policy = POLICIES[cluster["policy"]]
@@ -117,6 +174,7 @@ class LiveState:
             before = {
                 name: state for old in values["pools"] for name, state in zip(old["nodes"], old["state"], strict=True)
             }
+            pool["away"] = [window for old in values["pools"] for window in old["away"] if window[0] in pool["nodes"]]
             pool["state"] = [before.get(name, "draining") for name in pool["nodes"]]
         for job in values["jobs"]:
             for key in ("place", "kept"):
@@ -148,20 +206,6 @@ def _pools(nodes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str,
         pool["nodes"].append(node["name"])
         pool["limits"].append([node["name"], node["cpus"], node["memory_bytes"]])
     return list(pools.values()), places
-
-
-def job_to_json(job: Job) -> dict[str, Any]:
-    """Return a job as JSON values, without what is as by default."""
-    default = asdict(Job(job.name, job.tenant, job.gpus))
-    changed = {key: value for key, value in asdict(job).items() if value != default[key]}
-    fields = {"name": job.name, "tenant": job.tenant, "gpus": job.gpus} | changed
-    return {key: "inf" if value == math.inf else value for key, value in fields.items()}
-
-
-def job_from_json(fields: Line) -> Job:
-    """Return the job that `job_to_json` wrote."""
-    values: dict[str, Any] = {key: math.inf if value == "inf" else value for key, value in fields.items()}
-    return Job(**values)
 
 
 def decided_line(at: float, decisions: list[LiveDecision]) -> dict[str, Any]:

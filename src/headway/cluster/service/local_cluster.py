@@ -1,5 +1,6 @@
 """The nodes and tenants that a service starts with: this machine, or emulated nodes with GPUs that are only names."""
 
+import json
 import os
 import re
 import socket
@@ -8,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from sqlalchemy import insert, select, update
 
 from headway.cluster.engines.local.engine import local_gpus
+from headway.cluster.service.store import ServiceStore
+from headway.cluster.service.tables import facts
+from headway.cluster.service.tenant_changes import tenants_at_start
 from headway.cluster.simulate.site import read_site
 from headway.errors import UsageError
 from headway.hardware import devices
 
+DEFAULT_TENANTS: list[dict[str, Any]] = [{"name": "default"}]
+"""One that may use everything."""
+_LISTED = "tenants of the file"
 _EMULATED = re.compile(r"([1-9][0-9]{0,2})x([0-9]{1,2})")
 
 
@@ -46,10 +54,25 @@ def emulated_nodes(shape: str, cpus: int | None = None) -> list[dict[str, Any]]:
     ]
 
 
-def tenants_of(file: Path | None) -> list[dict[str, Any]]:
-    """The tenants of a cluster.toml; without one a single tenant that may use everything."""
+def starting_tenants(store: ServiceStore, listed: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The tenants that a service starts with, given those of its file (None: it has none)."""
+    recorded = None if store.lines.cluster is None else store.lines.cluster["tenants"]
+    if listed is None:
+        return tenants_at_start(None, None, recorded, DEFAULT_TENANTS)
+    mine, text = facts.c.name == _LISTED, json.dumps(listed)
+    with store.write() as transaction:
+        before = transaction.execute(select(facts.c.value).where(mine)).scalar()
+        if before is None:
+            transaction.execute(insert(facts).values(name=_LISTED, value=text))
+        elif before != text:
+            transaction.execute(update(facts).where(mine).values(value=text))
+    return tenants_at_start(listed, None if before is None else json.loads(before), recorded, DEFAULT_TENANTS)
+
+
+def tenants_of(file: Path | None) -> list[dict[str, Any]] | None:
+    """The tenants of a cluster.toml; None without one."""
     if file is None:
-        return [{"name": "default"}]
+        return None
     try:
         tenants = read_site(file).tenants
     except OSError as error:

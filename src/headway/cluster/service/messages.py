@@ -29,6 +29,8 @@ class NodeReport:
 
     node: str
     starts: tuple[StartReport, ...] = ()
+    problems: tuple[str, ...] = ()
+    """Why it should get no jobs, a sentence each."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class NodeOrders:
     cluster: str
     """Id of the cluster: a node obeys no other."""
     starts: tuple[WantedStart, ...] = ()
+    begin_within_s: float = 60.0
+    """Since the report that they answer was sent: later, what they ask for may have been given up."""
 
 
 REPORT = TypeAdapter(NodeReport)

@@ -55,8 +55,9 @@ class ClusterNode:
         refused = [StartReport(key, "exited", result) for key, result in self._refused.items()]
         return NodeReport(self.name, (*known, *refused))
 
-    def obey(self, orders: NodeOrders) -> bool:
-        """Carry out orders; False if they come from a service that is not the newest."""
+    def obey(self, orders: NodeOrders, age_s: float = 0.0) -> bool:
+        """Carry out orders; False if they come from a service that is not the newest. `age_s` is the time since the
+        report was sent that they answer."""
         if not self._starts.accept(orders.epoch, orders.cluster):
             return False
         known = {start.key: start for start in self._starts.report()}
@@ -74,7 +75,8 @@ class ClusterNode:
             if key in self._refused:
                 continue
             if key not in known:
-                self._begin(order)
+                if age_s < orders.begin_within_s:
+                    self._begin(order)
             elif order.action == "end" and known[key].state == "running":
                 self._starts.end(key)
             if order.signals and order.action == "run":
@@ -88,7 +90,7 @@ class ClusterNode:
             self._refused[order.key] = RankResult(lost=True)
         elif order.secrets is None:
             names = ", ".join(order.request["secrets"])  # type: ignore[arg-type]
-            why = f"the service restarted, and the values of {names} are gone: submit the job again"
+            why = f"the service cannot read the values of {names} any more: submit the job again"
             self._refused[order.key] = RankResult(error=why)
         else:
             try:

@@ -29,6 +29,8 @@ class RankResult:
     """Why it could not be started."""
     reported: int | None = None
     """Exit status of the whole job, if the command knew it."""
+    given_up: bool = False
+    """Whether its node was silent for too long: nobody knows how it ended."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class JobOutcome:
     exit_status: int | None
     saved: bool = False
     """Whether the work of this start counts."""
+
+
+_STOPPED = {"preempt": "preempted", "drain": "stopped to empty its node"}
+"""Why jobs are stopped that wait again."""
 
 
 def outcome_of(results: Sequence[RankResult], stop: str, limit_s: float | None = None) -> JobOutcome:
@@ -56,8 +62,11 @@ def outcome_of(results: Sequence[RankResult], stop: str, limit_s: float | None =
         return JobOutcome("cancelled", CANCELLED, status)
     if complete and status == 0:
         return JobOutcome("finished", "", 0, saved=True)
-    if stop == "preempt":
-        reason = "preempted after it saved" if status == REQUEUE else "preempted; it did not save when told to"
+    if any(result.given_up for result in results):
+        return JobOutcome("waiting", "its node is silent and was given up; waiting to be started again", status)
+    if stop in _STOPPED:
+        what = _STOPPED[stop]
+        reason = f"{what} after it saved" if status == REQUEUE else f"{what}; it did not save when told to"
         return JobOutcome("waiting", reason, status, saved=status == REQUEUE)
     if any(result.lost for result in results):
         return JobOutcome("waiting", "its node restarted; waiting to be started again", status)

@@ -9,24 +9,30 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from secrets import token_bytes
 from typing import Any
 
 from sqlalchemy import Row, delete, func, insert, or_, select, update
 
 from headway.cluster.engines.engine import CANCELLED, OVER, LaunchRequest, cannot_signal
-from headway.cluster.engines.submissions import request_to_json
-from headway.cluster.service.demand import EmptyCluster, job_of
+from headway.cluster.scheduler.nodes import DRAIN_LEAD_S
+from headway.cluster.service.demand import EmptyCluster, job_of, tenant_of
 from headway.cluster.service.exits import finish_if_exited
+from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet
 from headway.cluster.service.grants import LiveDecision
-from headway.cluster.service.live_state import decided_line, job_from_json, job_to_json
-from headway.cluster.service.messages import NodeOrders, NodeReport, WantedStart, start_key
+from headway.cluster.service.live_state import decided_line
+from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart, start_key
+from headway.cluster.service.new_jobs import NewJob, queue_jobs
+from headway.cluster.service.node_state import node_state, unwanted_starts
+from headway.cluster.service.offers import find_offers, record_offers
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.record_lines import RecordLines
+from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import jobs, nodes, ranks
+from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
+from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
-AWAY_S = 30.0
-"""A node that has not reported for so long gets no new jobs."""
 ALIVE = ("starting", "running", "ending")
 RESULT = RankResult.__dataclass_fields__
 
@@ -34,31 +40,46 @@ RESULT = RankResult.__dataclass_fields__
 class ControlPlane:
     """The state of a cluster in its database, and everything that changes it."""
 
-    def __init__(self, store: ServiceStore, clock: Callable[[], float] = time.time, speed: float = 1.0) -> None:
-        """`clock` returns Unix seconds; the scheduler's time passes `speed` times as fast, for emulated clusters."""
+    def __init__(
+        self,
+        store: ServiceStore,
+        clock: Callable[[], float] = time.time,
+        speed: float = 1.0,
+        secrets: SecretStore | None = None,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        give_up_after_s: float = GIVE_UP_AFTER_S,
+    ) -> None:
+        """`clock` returns Unix seconds, `monotonic` seconds that never jump, by which nodes are silent; the scheduler's
+        time passes `speed` times as fast, for emulated clusters. Without `secrets` those of jobs can be read by this
+        plane only."""
         self._store, self._clock, self._speed = store, clock, speed
         self._began = clock()
-        self._offset = float(store.lines[-1]["at"]) if store.lines else 0.0
+        self._offset = store.lines.last_at
         self._cluster: EmptyCluster | None = None
-        self.secrets: dict[str, dict[str, str]] = {}
-        """Values of secret variables by job: in memory only."""
-        self._reported: dict[str, float] = {}
-        """When each node last reported, by the clock."""
+        self.secrets = secrets or SecretStore(token_bytes(KEY_BYTES))
+        self.fleet = Fleet(store, self, speed=speed, give_up_after_s=give_up_after_s, monotonic=monotonic)
+        """The nodes, for operators."""
         self.changes, self.changed = 0, threading.Event()
         """Grows with every change that nodes or the scheduler should look at, which the event then tells."""
 
     @property
     def now_s(self) -> float:
         """The scheduler's time: it never goes back, and stands still while no service runs."""
-        last = float(self._store.lines[-1]["at"]) if self._store.lines else 0.0
-        return max(self._offset + (self._clock() - self._began) * self._speed, last)
+        return max(self._offset + (self._clock() - self._began) * self._speed, self._store.lines.last_at)
 
-    def _note_change(self) -> None:
+    @property
+    def wall_s(self) -> float:
+        """Unix seconds."""
+        return self._clock()
+
+    def note_change(self) -> None:
+        """Have nodes and the scheduler look again."""
         self.changes += 1
         self.changed.set()
 
     @property
-    def lines(self) -> Sequence[Mapping[str, Any]]:
+    def lines(self) -> RecordLines:
         """The record so far."""
         return self._store.lines
 
@@ -89,22 +110,38 @@ class ControlPlane:
                     unchanged.append(spec["name"])
                     continue
                 known[spec["name"]] = dict(spec)
-            used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
-            gone = used - {tenant["name"] for tenant in tenants}
-            if gone:
-                raise UsageError(
-                    f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
-                )
             values = {"nodes": list(known.values()), "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
-            cluster = EmptyCluster(values)
-            before = next((line["cluster"] for line in reversed(self._store.lines) if "cluster" in line), None)
-            if cluster.values != before:
-                transaction.add_lines([{"at": self.now_s, "cluster": values}])
+            if self._cluster is None:
+                transaction.add_lines([{"at": self.now_s, "calendar": self._clock()}])
+            cluster = self._record_cluster(transaction, values)
         self._cluster = cluster
-        now = self._clock()
-        self._reported = {spec["name"]: now for spec in specs}
-        self._note_change()
+        with self._store.read() as connection:
+            elsewhere = select(node_conditions.c.name).where(node_conditions.c.fingerprint.is_not(None))
+            self.fleet.silence.hear(*(spec["name"] for spec in specs), *connection.execute(elsewhere).scalars())
+        self.note_change()
         return unchanged
+
+    def change_tenants(self, change: Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]) -> None:
+        """Replace the tenants by what `change` makes of them; their running jobs go on."""
+        with self._store.write() as transaction:
+            before = self.cluster.values
+            cluster = self._record_cluster(transaction, before | {"tenants": list(change(before["tenants"]))})
+        self._cluster = cluster
+        self.note_change()
+
+    def _record_cluster(self, transaction: Transaction, values: Mapping[str, Any]) -> EmptyCluster:
+        """Record nodes, tenants and policy if they have changed; UsageError if they do not fit together."""
+        used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
+        gone = used - {tenant["name"] for tenant in values["tenants"]}
+        if gone:
+            raise UsageError(
+                f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
+            )
+        cluster = EmptyCluster(values)
+        transaction.execute(delete(tenant_secrets).where(tenant_secrets.c.tenant.not_in(cluster.tenants)))
+        if cluster.values != self._store.lines.cluster:
+            transaction.add_lines([{"at": self.now_s, "cluster": cluster.values}])
+        return cluster
 
     @staticmethod
     def _change_node(transaction: Transaction, spec: Mapping[str, Any]) -> bool:
@@ -119,38 +156,40 @@ class ControlPlane:
 
     def submit(self, request: LaunchRequest, secrets: Mapping[str, str] | None = None, key: str | None = None) -> str:
         """Queue a job, or the tasks of an array, and return its id; repeating a `key` returns the same id."""
+        return self.submit_all([NewJob(request, secrets or {}, key)])[0]
+
+    def submit_all(self, submissions: Sequence[NewJob]) -> list[str]:
+        """Queue jobs, all or none, and return their ids in order."""
         now, tenants = self.now_s, self.cluster.tenants
-        self.cluster.check_job(job_of(request, request.name, now, tenants))
+        for new in submissions:
+            self.cluster.check_job(job_of(new.request, new.request.name, now, tenants))
         with self._store.write() as transaction:
-            if key is not None:
-                known = transaction.execute(select(jobs.c.id, jobs.c.array).where(jobs.c.key == key)).first()
-                if known is not None:
-                    return str(known.array or known.id)
             number = (transaction.execute(select(func.max(jobs.c.number))).scalar() or 0) + 1
-            names = [f"{number}_{task}" for task in range(request.array)] if request.array else [str(number)]
-            rows = []
-            for task, name in enumerate(names):
-                job = job_of(request, name, now, tenants)
-                rows.append(
-                    {
-                        "id": name,
-                        "number": number + task,
-                        "name": request.name,
-                        "tenant": job.tenant,
-                        "request": json.dumps(request_to_json(request)),
-                        "demand": json.dumps(job_to_json(job)),
-                        "state": "waiting",
-                        "submitted": self._clock(),
-                        "array": str(number) if request.array else None,
-                        "at_once": request.at_once,
-                        "key": key if task == 0 else None,
-                    }
-                )
-            transaction.execute(insert(jobs), rows)
-            if request.secrets:  # before the commit: a job that is seen has them
-                self.secrets |= {name: dict(secrets or {}) for name in names}
-        self._note_change()
-        return str(number)
+            queued = queue_jobs(transaction, submissions, number, now, self._clock(), tenants)
+            for new, names in queued.added:
+                tenant = tenant_of(new.request, tenants)
+                self._keep_secrets(transaction, new.request, names, tenant, new.secrets)
+        self.note_change()
+        return queued.ids
+
+    def _keep_secrets(
+        self,
+        transaction: Transaction,
+        request: LaunchRequest,
+        names: Sequence[str],
+        tenant: str,
+        values: Mapping[str, str],
+    ) -> None:
+        """Keep the secrets that came with a submission; UsageError if one is missing."""
+        missing = missing_secrets(transaction, tenant, request.secrets, values)
+        if missing:
+            raise UsageError(
+                f"job {request.name} needs the secret {missing[0]}, which tenant {tenant} does not have",
+                hint=f"headway secrets set {missing[0]}, or export {missing[0]} where you submit",
+            )
+        self.secrets.keep(
+            transaction, names, tenant, {name: values[name] for name in request.secrets if name in values}
+        )
 
     def cancel(self, name: str) -> None:
         """End a job or the tasks of an array: those that run are told to stop."""
@@ -158,15 +197,15 @@ class ControlPlane:
             for row in self._rows(transaction, name):
                 if row.state in ("starting", "running"):
                     self._tell_to_stop(transaction, row, "cancel", record=True)
-                elif row.state == "ending" and row.stop == "preempt":
+                elif row.state == "ending" and row.stop != "cancel":
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(stop="cancel"))
                 elif row.state == "waiting":
                     values = {"state": "cancelled", "reason": CANCELLED, "ended": self._clock()}
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(values))
-                    self.secrets.pop(row.id, None)
+                    drop_job_secrets(transaction, row.id)
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "exited": row.id}])
-        self._note_change()
+        self.note_change()
 
     def hold(self, name: str, held: bool = True) -> bool:
         """Keep waiting jobs from starting, or release them; False if there is nothing to do."""
@@ -178,7 +217,22 @@ class ControlPlane:
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(held=held))
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "hold" if held else "unhold": row.id}])
-        self._note_change()
+        self.note_change()
+        return done
+
+    def set_priority(self, name: str, priority: int) -> bool:
+        """Change the priority of jobs that are not over; False if there is nothing to do."""
+        done = False
+        with self._store.write() as transaction:
+            for row in self._rows(transaction, name):
+                demand = json.loads(row.demand)
+                if row.state in OVER or demand.get("priority", 0) == priority:
+                    continue
+                done, text = True, json.dumps(demand | {"priority": priority})
+                transaction.execute(update(jobs).where(jobs.c.id == row.id).values(demand=text))
+                if row.offered:
+                    transaction.add_lines([{"at": self.now_s, "priority": row.id, "to": priority}])
+        self.note_change()
         return done
 
     def signal(self, name: str, number: int) -> None:
@@ -193,7 +247,7 @@ class ControlPlane:
                 for rank in transaction.execute(select(ranks).where(where)).all():
                     sent = json.dumps([*json.loads(rank.signals), int(signal.Signals(number))])
                     transaction.execute(update(ranks).where(where & (ranks.c.rank == rank.rank)).values(signals=sent))
-        self._note_change()
+        self.note_change()
 
     def _rows(self, transaction: Transaction, name: str) -> list[Row[Any]]:
         """The job of an id, or the tasks of an array."""
@@ -207,34 +261,55 @@ class ControlPlane:
             transaction.add_lines([{"at": self.now_s, "stopping": row.id}])
         mine = (ranks.c.job == row.id) & (ranks.c.start == row.starts)
         transaction.execute(update(ranks).where(mine & (ranks.c.state == "granted")).values(state="exited"))
-        finish_if_exited(transaction, row.id, self.now_s, self._clock(), self.secrets)
+        self.finish_job(transaction, row.id)
+
+    def stop_job(self, transaction: Transaction, row: Row[Any], why: str) -> None:
+        """See JobControl."""
+        self._tell_to_stop(transaction, row, why, record=True)
+
+    def finish_job(self, transaction: Transaction, name: str) -> None:
+        """See JobControl."""
+        finish_if_exited(transaction, name, self.now_s, self._clock())
 
     # -- what nodes report
 
     def sync(self, report: NodeReport) -> NodeOrders:
         """Take a node's report, and return everything that is wanted of it."""
-        now = self._clock()
         with self._store.read() as connection:
-            known = connection.execute(select(nodes).where(nodes.c.name == report.node)).first()
-            rows = connection.execute(_wanted(report.node)).all()
+            known = connection.execute(_known(report.node)).first()
+            rows = _by_key(connection.execute(_wanted(report.node)).all())
         if known is None:
             raise UsageError(f"unknown node '{report.node}'")
-        self._reported[report.node] = now
-        states = {start_key(row.job, row.start, row.rank): row for row in rows}
-        news = [
-            start
-            for start in report.starts
-            if start.key in states and _order(start.state) > _order(states[start.key].state)
-        ]
-        if news or known.state != "healthy":
-            with self._store.write() as transaction:
-                if known.state != "healthy":
-                    self._set_node(transaction, report.node, "healthy")
-                for start in news:
-                    self._take_report(transaction, states[start.key], start.state, start.result)
-                rows = list(transaction.execute(_wanted(report.node)).all())
-            self._note_change()
-        return NodeOrders(self._store.epoch, self._store.cluster, tuple(self._wanted_start(row) for row in rows))
+        self.fleet.silence.hear(report.node)
+        problems = json.dumps(report.problems)
+        if _news(report, rows) or known.state != _state(report, rows, known) or (known.problems or "[]") != problems:
+            with self._store.write() as transaction:  # with what holds now: it may have been given up meanwhile
+                known = transaction.execute(_known(report.node)).one()
+                rows = _by_key(transaction.execute(_wanted(report.node)).all())
+                self.fleet.set_problems(transaction, report.node, problems)
+                self.fleet.set_state(transaction, report.node, _state(report, rows, known))
+                for start in _news(report, rows):
+                    self._take_report(transaction, rows[start.key], start.state, start.result)
+                rows = _by_key(transaction.execute(_wanted(report.node)).all())
+            self.note_change()
+        if unwanted_starts(report, rows):  # they are killed first
+            begun = {start.key for start in report.starts}
+            rows = {key: row for key, row in rows.items() if key in begun}
+        values = self._secret_values(list(rows.values()))
+        starts = tuple(_wanted_start(row, values) for row in rows.values())
+        return NodeOrders(self._store.epoch, self._store.cluster, starts, self.fleet.give_up_after_s)
+
+    def _secret_values(self, rows: Sequence[Row[Any]]) -> dict[str, dict[str, str] | None]:
+        """The values of the jobs that a node is to start, by id; None if they cannot be read."""
+        names = {row.job: json.loads(row.request)["secrets"] for row in rows if _is_fresh(row)}
+        if not any(names.values()):
+            return {}
+        with self._store.read() as connection:
+            return {
+                row.job: self.secrets.values(connection, row.job, row.tenant, names[row.job])
+                for row in rows
+                if names.get(row.job)
+            }
 
     def _take_report(self, transaction: Transaction, row: Row[Any], state: str, result: RankResult | None) -> None:
         mine = (ranks.c.job == row.job) & (ranks.c.start == row.start)
@@ -258,63 +333,29 @@ class ControlPlane:
                 job = transaction.execute(select(jobs).where(jobs.c.id == row.job)).one()
                 if job.state in ("starting", "running"):  # the others would wait for it for ever
                     self._tell_to_stop(transaction, job, "broken", record=True)
-            finish_if_exited(transaction, row.job, self.now_s, self._clock(), self.secrets)
-
-    def _wanted_start(self, row: Row[Any]) -> WantedStart:
-        fresh = row.state == "issued" and row.job_state != "ending"
-        request = json.loads(row.request)
-        values: dict[str, str] | None = {}
-        if fresh and request["secrets"]:
-            values = self.secrets.get(row.job)
-        return WantedStart(
-            start_key(row.job, row.start, row.rank),
-            "end" if row.job_state == "ending" else "run",
-            tuple(json.loads(row.gpus)),
-            row.rank,
-            tuple(json.loads(row.machines)),
-            row.start,
-            int(row.job.rpartition("_")[2]) if row.array else None,
-            request if fresh else {},
-            tuple(json.loads(row.signals)),
-            values,
-        )
-
-    def _set_node(self, transaction: Transaction, name: str, state: str) -> None:
-        transaction.execute(update(nodes).where(nodes.c.name == name).values(state=state))
-        transaction.add_lines([{"at": self.now_s, "node": name, "state": state}])
+            self.finish_job(transaction, row.job)
 
     # -- steps of a cycle
 
     def take_events(self) -> None:
         """Offer new jobs to the scheduler, and note nodes that do not report any more."""
-        now = self._clock()
-        silent = [name for name, at in self._reported.items() if now - at > AWAY_S]
+        self.fleet.look()
         with self._store.read() as connection:
-            lost = [
-                name
-                for name in connection.execute(select(nodes.c.name).where(nodes.c.state == "healthy")).scalars()
-                if name in silent or name not in self._reported
-            ]
-            offers = _to_offer(connection.execute(_unoffered()).all(), connection.execute(_array_counts()).all())
-        if not lost and not offers:
+            offers = find_offers(connection)
+        if offers is None:
             return
         with self._store.write() as transaction:
-            for name in lost:
-                self._set_node(transaction, name, "draining")
-            lines = list[dict[str, Any]]()
-            for row in offers:
-                mine = (jobs.c.id == row.id) & ~jobs.c.offered & (jobs.c.state == "waiting")
-                if transaction.execute(update(jobs).where(mine).values(offered=True)).rowcount:
-                    job = job_from_json(json.loads(row.demand))
-                    lines.append({"at": self.now_s, "job": job_to_json(job)})
-                    lines += [{"at": self.now_s, "hold": row.id}] if row.held else []
-            transaction.add_lines(lines)
+            for name in record_offers(transaction, offers, self.now_s, self._clock()):
+                drop_job_secrets(transaction, name)
+        if offers.refused:
+            self.note_change()  # others may wait for these
 
     def waits(self) -> bool:
-        """Whether a job waits that the scheduler may start."""
+        """Whether a job waits that the scheduler may start, or has to leave its node."""
         able = (jobs.c.state == "waiting") & jobs.c.offered & ~jobs.c.held
         with self._store.read() as connection:
-            return connection.execute(select(jobs.c.id).where(able).limit(1)).first() is not None
+            waiting = connection.execute(select(jobs.c.id).where(able).limit(1)).first() is not None
+        return waiting or self.fleet.leaves_soon(DRAIN_LEAD_S)
 
     def record_decisions(self, decisions: Sequence[LiveDecision], seen: int, now_s: float) -> bool:
         """Record the decisions of a cycle with all that follows from them; False if they are outdated: the record has
@@ -330,13 +371,14 @@ class ControlPlane:
                 for decision in acted:
                     if decision.kind != "start":
                         row = transaction.execute(select(jobs).where(jobs.c.id == decision.job)).one()
-                        self._tell_to_stop(transaction, row, "preempt", record=False)
-                        reason = decision.reason.sentence
+                        why = "drain" if decision.kind == "move" else "preempt"
+                        self._tell_to_stop(transaction, row, why, record=False)
+                        reason = own_reason(decision.reason).sentence
                         transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(reason=reason))
                 for decision in acted:
                     if decision.kind == "start":
                         self._grant(transaction, decision)
-        self._note_change()
+        self.note_change()
         return True
 
     def _grant(self, transaction: Transaction, decision: LiveDecision) -> None:
@@ -365,7 +407,8 @@ class ControlPlane:
             granted = connection.execute(select(ranks).where(ranks.c.state == "granted")).all()
             if not granted:
                 return 0
-            running = select(ranks.c.job, ranks.c.start).where(ranks.c.state != "exited")
+            before = {job for row in granted for job, _ in json.loads(row.after)}
+            running = select(ranks.c.job, ranks.c.start).where((ranks.c.state != "exited") & ranks.c.job.in_(before))
             alive = {(row.job, row.start) for row in connection.execute(running)}
         ready = {row.job for row in granted if not alive & {(job, start) for job, start in json.loads(row.after)}}
         if not ready:
@@ -373,13 +416,56 @@ class ControlPlane:
         with self._store.write() as transaction:
             mine = ranks.c.job.in_(ready) & (ranks.c.state == "granted")
             transaction.execute(update(ranks).where(mine).values(state="issued"))
-        self._note_change()
+        self.note_change()
         return len(ready)
+
+
+def _is_fresh(row: Row[Any]) -> bool:
+    """Whether a node is still to begin a start."""
+    return bool(row.state == "issued" and row.job_state != "ending")
+
+
+def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -> WantedStart:
+    return WantedStart(
+        start_key(row.job, row.start, row.rank),
+        "end" if row.job_state == "ending" else "run",
+        tuple(json.loads(row.gpus)),
+        row.rank,
+        tuple(json.loads(row.machines)),
+        row.start,
+        int(row.job.rpartition("_")[2]) if row.array else None,
+        json.loads(row.request) if _is_fresh(row) else {},
+        tuple(json.loads(row.signals)),
+        secrets.get(row.job, {}),
+    )
 
 
 def _starting_reason(decision: LiveDecision) -> str:
     on = ", ".join(node for node, _ in decision.grant)
-    return f"starting on {on}" + (f" once {', '.join(decision.after)} has exited" if decision.after else "")
+    return f"starting on {on}" + (" once what runs there has exited" if decision.after else "")
+
+
+def _known(node: str) -> Any:
+    """Query the state and conditions of a node."""
+    columns = (nodes.c.name, nodes.c.state, node_conditions.c.cordoned, node_conditions.c.problems)
+    joined = nodes.outerjoin(node_conditions, node_conditions.c.name == nodes.c.name)
+    return select(*columns, node_conditions.c.fingerprint).select_from(joined).where(nodes.c.name == node)
+
+
+def _state(report: NodeReport, wanted: Mapping[str, Any], known: Row[Any]) -> str:
+    fenced = bool(unwanted_starts(report, wanted))
+    return node_state(reports=True, fenced=fenced, cordoned=bool(known.cordoned), problems=report.problems)
+
+
+def _news(report: NodeReport, rows: Mapping[str, Row[Any]]) -> list[StartReport]:
+    """What a report says of wanted starts beyond what is known of them."""
+    return [
+        start for start in report.starts if start.key in rows and _order(start.state) > _order(rows[start.key].state)
+    ]
+
+
+def _by_key(rows: Sequence[Row[Any]]) -> dict[str, Row[Any]]:
+    return {start_key(row.job, row.start, row.rank): row for row in rows}
 
 
 def _order(state: str) -> int:
@@ -388,34 +474,6 @@ def _order(state: str) -> int:
 
 def _wanted(node: str) -> Any:
     """Query the starts that a node should know."""
-    columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.state.label("job_state"))
+    columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.tenant, jobs.c.state.label("job_state"))
     where = (ranks.c.node == node) & ranks.c.state.in_(("issued", "running"))
     return select(*columns).join(jobs, jobs.c.id == ranks.c.job).where(where)
-
-
-def _unoffered() -> Any:
-    waiting = (jobs.c.state == "waiting") & ~jobs.c.offered
-    return (
-        select(jobs.c.id, jobs.c.array, jobs.c.at_once, jobs.c.held, jobs.c.demand)
-        .where(waiting)
-        .order_by(jobs.c.number)
-    )
-
-
-def _array_counts() -> Any:
-    """Query how many tasks of each limited array the scheduler knows."""
-    live = jobs.c.offered & jobs.c.at_once.is_not(None) & jobs.c.state.not_in(OVER)
-    return select(jobs.c.array, func.count().label("tasks")).where(live).group_by(jobs.c.array)
-
-
-def _to_offer(waiting: Sequence[Row[Any]], counts: Sequence[Row[Any]]) -> list[Row[Any]]:
-    """Return the jobs to offer: of an array at most as many as may run at a time."""
-    active = {row.array: row.tasks for row in counts}
-    offers = []
-    for row in waiting:
-        if row.at_once is not None:
-            if active.get(row.array, 0) >= row.at_once:
-                continue
-            active[row.array] = active.get(row.array, 0) + 1
-        offers.append(row)
-    return offers

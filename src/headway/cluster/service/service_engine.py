@@ -1,5 +1,6 @@
 """The service as an engine: `--engine service` submits to whatever `headway up` runs for the same folder of runs."""
 
+import os
 import secrets
 import signal
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,6 @@ from headway.cluster.engines.engine import (
     State,
     array_status,
     check_limit,
-    secret_values,
 )
 from headway.cluster.engines.scripts import inherited_environment, list_logs, log_folder, task_script
 from headway.cluster.engines.submissions import request_to_json
@@ -65,9 +65,13 @@ class ServiceEngine(Engine):
         return task_script(request)
 
     def launch(self, request: LaunchRequest) -> str:
-        """See Engine. A submission that is repeated, since no answer came, is one submission."""
-        values, request = secret_values(request), self._complete(request)
-        body = {"request": request_to_json(request), "secrets": values, "key": secrets.token_hex(16)}
+        """See Engine. A submission that is repeated, since no answer came, is one submission. Secrets that are not in
+        the environment are those of the tenant."""
+        values = {name: os.environ[name] for name in request.secrets if name in os.environ}
+        request = self._complete(request)
+        site = dict(request.site)
+        key = site.pop("key", None) or secrets.token_hex(16)
+        body = {"request": request_to_json(replace(request, site=site)), "secrets": values, "key": key}
         return str(self.connection.post("/api/v1/jobs", body)["id"])
 
     def _complete(self, request: LaunchRequest) -> LaunchRequest:

@@ -30,6 +30,7 @@ def only_service(folder: Path) -> Iterator[None]:
         yield
 
 
-def publish_address(folder: Path, url: str) -> None:
-    """Write where the service listens, for whoever may read the folder."""
-    replace_file(folder / ADDRESS, json.dumps({"format": 1, "url": url, "pid": os.getpid()}) + "\n")
+def publish_address(folder: Path, url: str, fingerprint: str | None = None) -> None:
+    """Write where the service listens, and the fingerprint of its certificate, for whoever may read the folder."""
+    fields = {"format": 1, "url": url, "pid": os.getpid(), "fingerprint": fingerprint}
+    replace_file(folder / ADDRESS, json.dumps(fields) + "\n")

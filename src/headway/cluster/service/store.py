@@ -15,8 +15,10 @@ import xxhash
 from sqlalchemy import Connection, Engine, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
+from headway.cluster.service.audit import unrecorded_action
 from headway.cluster.service.faults import WritePoints
-from headway.cluster.service.tables import FORMAT, database_error, facts, record
+from headway.cluster.service.record_lines import Fold, RecordLines
+from headway.cluster.service.tables import FORMAT, audit, database_error, facts, folds, record
 from headway.errors import EngineError
 
 
@@ -47,23 +49,27 @@ class ServiceStore:
                 )
             self.cluster, self.epoch = known["cluster"], int(known["epoch"]) + 1
             connection.execute(update(facts).where(facts.c.name == "epoch").values(value=str(self.epoch)))
-            rows = connection.execute(select(record.c.seq, record.c.line, record.c.sum).order_by(record.c.seq)).all()
+            fold = _newest_fold(connection)
+            after = 0 if fold is None else fold.seq
+            columns = select(record.c.seq, record.c.line, record.c.sum)
+            rows = connection.execute(columns.where(record.c.seq > after).order_by(record.c.seq)).all()
         self._points.reach("epoch taken")
-        self.lines: list[dict[str, Any]] = []
-        """All lines of the record, in order."""
-        self._sum, self._in_doubt = "", False
+        self.lines = RecordLines(fold)
+        """The record, in order."""
+        self.sum, self._in_doubt = "" if fold is None else fold.sum, False
+        """Checksum of its last line."""
         self._append(rows)
 
     def _append(self, rows: Sequence[Any]) -> None:
         """Check lines that were read, and remember them."""
         for seq, line, digest in rows:
-            if seq != len(self.lines) + 1 or checksum(self._sum, line) != digest:
+            if seq != len(self.lines) + 1 or checksum(self.sum, line) != digest:
                 raise DamagedRecord(
                     f"line {len(self.lines) + 1} of the record is damaged or missing",
                     hint="restore the database from a backup",
                 )
-            self._sum = digest
-            self.lines.append(json.loads(line))
+            self.sum = digest
+            self.lines.extend([json.loads(line)])
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -84,11 +90,16 @@ class ServiceStore:
                     later = columns.where(record.c.seq > len(self.lines)).order_by(record.c.seq)
                     self._append(connection.execute(later).all())
                 self._in_doubt = True
-                transaction = Transaction(connection, self._sum, len(self.lines))
+                transaction = Transaction(connection, self.sum, len(self.lines))
                 yield transaction
+                action = unrecorded_action()
+                if action is not None:
+                    transaction.execute(insert(audit), [action.entry()])
                 self._points.reach("before commit")
-            self._sum, self._in_doubt = transaction.sum, False
-            self.lines += transaction.lines
+            if action is not None:
+                action.recorded = True
+            self.sum, self._in_doubt = transaction.sum, False
+            self.lines.extend(transaction.lines)
             self._points.reach("after commit")
 
     @contextmanager
@@ -122,6 +133,14 @@ class Transaction:
             self.lines.append(json.loads(text))
         if rows:
             self.execute(insert(record), rows)
+
+
+def _newest_fold(connection: Connection) -> Fold | None:
+    """Return the newest fold that is as it was written."""
+    for row in connection.execute(select(folds).order_by(folds.c.seq.desc())):
+        if xxhash.xxh3_64(row.state).hexdigest() == row.digest:
+            return Fold(row.seq, row.at, row.sum, json.loads(row.cluster), row.state)
+    return None
 
 
 def checksum(before: str, line: str) -> str:

@@ -11,6 +11,7 @@ from sqlalchemy import (
     Float,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -59,7 +60,7 @@ jobs = Table(
     Column("ended", Float),
     Column("array", String(40)),  # id that the tasks of an array share
     Column("at_once", Integer),
-    Column("key", String(200), unique=True),  # of the submission: repeating it has no effect
+    Column("key", String(400), unique=True),  # of the submission: repeating it has no effect
     Index("jobs_by_state", "state"),
     Index("jobs_by_array", "array"),
 )
@@ -81,6 +82,46 @@ ranks = Table(
 )
 """One row per node of a job's newest start: what the node is to run."""
 
+dependencies = Table(
+    "dependencies",
+    metadata,
+    Column("job", String(40), primary_key=True),
+    Column("needs", String(40), primary_key=True),  # a job, or an array
+    Column("condition", String(10), primary_key=True),  # ok, any: how it must have ended
+)
+"""What must be over before the scheduler is told of a job."""
+
+node_conditions = Table(
+    "node_conditions",
+    metadata,
+    Column("name", String(128), primary_key=True),
+    Column("cordoned", Boolean, nullable=False, default=False),
+    Column("problems", Text, nullable=False, default="[]"),  # JSON: sentences of its last report
+    Column("version", String(40), nullable=False, default=""),  # of Headway there
+    Column("fingerprint", String(64), unique=True),  # of its certificate; none if it is this machine's
+)
+"""What else is known of a node; one without a row has no conditions."""
+
+maintenance = Table(
+    "maintenance",
+    metadata,
+    Column("node", String(128), primary_key=True),
+    Column("begins", Float, nullable=False),  # Unix seconds
+    Column("ends", Float, nullable=False),
+    Column("away_s", Float),  # both in the scheduler's time, as the record has them; none if it has not yet
+    Column("back_s", Float),
+)
+
+join_tokens = Table(
+    "join_tokens",
+    metadata,
+    Column("digest", String(64), primary_key=True),  # SHA-256
+    Column("expires", Float, nullable=False),  # Unix seconds
+    Column("replaces", String(128)),  # a node whose certificate it may replace
+    Column("used_by", String(64)),  # hash of the public key that used it
+)
+"""Each admits one node."""
+
 record = Table(
     "record",
     metadata,
@@ -88,6 +129,74 @@ record = Table(
     Column("line", Text, nullable=False),
     Column("sum", String(16), nullable=False),  # of the sum before it and the line
 )
+
+
+users = Table(
+    "users",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("role", String(20), nullable=False),
+    Column("tenant", String(128)),  # none: all tenants, for admins
+    Column("created", Float, nullable=False),  # Unix seconds, as all times of these tables
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String(16), primary_key=True),
+    Column("user", String(64), nullable=False),
+    Column("digest", String(64), nullable=False, unique=True),
+    Column("label", String(100), nullable=False, default=""),
+    Column("scopes", Text, nullable=False),  # JSON
+    Column("created", Float, nullable=False),
+    Column("expires", Float),
+    Column("revoked", Float),
+)
+
+tenant_secrets = Table(
+    "tenant_secrets",
+    metadata,
+    Column("tenant", String(128), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("sealed", Text, nullable=False),  # encrypted value
+    Column("changed", Float, nullable=False),
+    Column("user", String(64), nullable=False),  # who set it last
+)
+
+job_secrets = Table(
+    "job_secrets",
+    metadata,
+    Column("job", String(40), primary_key=True),
+    Column("sealed", Text, nullable=False),  # encrypted JSON: values that came with the submission
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("at", Float, nullable=False),
+    Column("user", String(64), nullable=False),
+    Column("token", String(16), nullable=False),
+    Column("tenant", String(128)),  # of the user
+    Column("action", String(100), nullable=False),  # method and route
+    Column("target", String(400), nullable=False),  # path of the request
+    Column("detail", Text, nullable=False, default=""),
+    Column("outcome", String(20), nullable=False),  # done, refused
+)
+"""Every change that a user made, written in the transaction of the change, and every request that was refused."""
+
+
+folds = Table(
+    "folds",
+    metadata,
+    Column("seq", Integer, primary_key=True),  # lines of the record that it stands for
+    Column("at", Float, nullable=False),  # of the last of them
+    Column("sum", String(16), nullable=False),  # of the last of them
+    Column("cluster", Text, nullable=False),  # JSON: nodes, tenants and policy
+    Column("state", LargeBinary, nullable=False),  # the scheduler's state as JSON, compressed
+    Column("digest", String(16), nullable=False),  # of the state
+)
+"""What the first lines of the record lead to."""
 
 
 def open_database(url: str) -> Engine:
@@ -99,7 +208,9 @@ def open_database(url: str) -> Engine:
         elif parsed.get_backend_name() != "postgresql":
             raise ArgumentError
         else:
-            engine = create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+            engine = create_engine(
+                parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True, hide_parameters=True
+            )
         metadata.create_all(engine)
     except ModuleNotFoundError as error:
         raise UsageError(f"{url.split('@')[-1]} needs {error.name}", hint="pip install 'headway[postgres]'") from None
@@ -122,7 +233,9 @@ def sqlite_url(file: Path) -> str:
 
 
 def _open_sqlite(url: str) -> Engine:
-    engine = create_engine(url, poolclass=QueuePool, connect_args={"timeout": 30, "check_same_thread": False})
+    arguments = {"timeout": 30, "check_same_thread": False}
+    # parameters of a failed statement may be secrets: they stay out of errors
+    engine = create_engine(url, poolclass=QueuePool, connect_args=arguments, hide_parameters=True)
     prepare: Callable[..., Any] = event.listens_for(engine, "connect")
 
     @prepare

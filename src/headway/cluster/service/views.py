@@ -1,36 +1,85 @@
 """What the service answers about jobs and nodes: plain values, read from the database."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, Row, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, or_, select, true
 
 from headway.cluster.engines.engine import OVER
+from headway.cluster.service.event_sentences import ClusterEvent, events_of
 from headway.cluster.service.tables import jobs, nodes, ranks
 
 MOST_JOBS = 1000
 """Jobs of one answer."""
+Tenants = Collection[str] | None
+"""Whose jobs: None for all."""
 
 
-def list_jobs(connection: Connection, names: Sequence[str] = (), *, over: bool = False) -> list[dict[str, Any]]:
-    """Jobs by id or array, or all that are not over; with `over` the newest that are."""
+def list_jobs(
+    connection: Connection, names: Sequence[str] = (), *, over: bool = False, tenants: Tenants = None
+) -> list[dict[str, Any]]:
+    """Jobs of some tenants (None: all): by id or array, or all that are not over; with `over` the newest that are."""
     where = or_(jobs.c.id.in_(names), jobs.c.array.in_(names))
     if not names:
         where = jobs.c.state.in_(OVER) if over else jobs.c.state.not_in(OVER)
     order = jobs.c.number.desc() if over else jobs.c.number
-    rows = connection.execute(select(jobs).where(where).order_by(order).limit(MOST_JOBS)).all()
+    rows = connection.execute(select(jobs).where(where, _of(tenants)).order_by(order).limit(MOST_JOBS)).all()
     grants = _grants(connection, [row.id for row in rows if row.starts])
     return [_job(row, grants.get(row.id, [])) for row in rows]
 
 
-def find_jobs(connection: Connection, name: str) -> list[str]:
-    """The ids that a user may mean: an id or array, else the newest job of that name."""
-    if connection.execute(select(jobs.c.id).where(or_(jobs.c.id == name, jobs.c.array == name)).limit(1)).first():
+def find_jobs(connection: Connection, name: str, tenants: Tenants = None) -> list[str]:
+    """The ids that a user may mean: an id or array, else the newest job of that name; of some tenants (None: all)."""
+    by_id, mine = or_(jobs.c.id == name, jobs.c.array == name), _of(tenants)
+    if connection.execute(select(jobs.c.id).where(by_id, mine).limit(1)).first():
         return [name]
-    newest = select(jobs.c.id, jobs.c.array).where(jobs.c.name == name).order_by(jobs.c.number.desc()).limit(1)
+    newest = select(jobs.c.id, jobs.c.array).where(jobs.c.name == name, mine).order_by(jobs.c.number.desc()).limit(1)
     row = connection.execute(newest).first()
     return [] if row is None else [row.array or row.id]
+
+
+def own_events(
+    connection: Connection, after: int, lines: Sequence[Mapping[str, Any]], tenants: Tenants
+) -> list[ClusterEvent]:
+    """The events of lines of the record, for a caller who may see some tenants: those of their jobs, and of nodes."""
+
+    def told(mine: Collection[str] | None) -> list[ClusterEvent]:
+        return [event for seq, line in enumerate(lines, after + 1) for event in events_of(seq, line, mine)]
+
+    if tenants is None:
+        return told(None)
+    ids = sorted({event.job for event in told(None) if event.job is not None})
+    mine = set[str]()
+    for first in range(0, len(ids), MOST_JOBS):
+        theirs = jobs.c.id.in_(ids[first : first + MOST_JOBS]) & _of(tenants)
+        mine.update(connection.execute(select(jobs.c.id).where(theirs)).scalars())
+    return [event for event in told(mine) if event.node is not None or event.job in mine]
+
+
+def name_jobs(connection: Connection, events: Iterable[ClusterEvent]) -> list[dict[str, Any]]:
+    """Events with the names and tenants of their jobs."""
+    rows = [asdict(event) for event in events]
+    ids = sorted({row["job"] for row in rows if row["job"] is not None})
+    known = {
+        job.id: {"name": job.name, "tenant": job.tenant}
+        for first in range(0, len(ids), MOST_JOBS)
+        for job in connection.execute(
+            select(jobs.c.id, jobs.c.name, jobs.c.tenant).where(jobs.c.id.in_(ids[first : first + MOST_JOBS]))
+        )
+    }
+    return [row | known.get(row["job"], {"name": None, "tenant": None}) for row in rows]
+
+
+def tenant_jobs(connection: Connection, tenants: Tenants) -> set[str]:
+    """The ids of the jobs of some tenants (None: all) that are not over."""
+    return set(connection.execute(select(jobs.c.id).where(jobs.c.state.not_in(OVER), _of(tenants))).scalars())
+
+
+def _of(tenants: Tenants) -> ColumnElement[bool]:
+    """The condition that a job is of some tenants."""
+    return true() if tenants is None else jobs.c.tenant.in_(tenants)
 
 
 def list_nodes(connection: Connection) -> list[dict[str, Any]]:
@@ -64,7 +113,18 @@ def _grants(connection: Connection, names: Iterable[str]) -> dict[str, list[tupl
 
 def _job(row: Row[Any], grant: list[tuple[str, list[str]]]) -> dict[str, Any]:
     demand, request = json.loads(row.demand), json.loads(row.request)
-    columns: tuple[str, ...] = ("id", "number", "name", "tenant", "state", "reason", "held", "starts", "exit_status")
+    columns: tuple[str, ...] = (
+        "id",
+        "number",
+        "name",
+        "tenant",
+        "state",
+        "reason",
+        "held",
+        "offered",
+        "starts",
+        "exit_status",
+    )
     columns += ("submitted", "started", "ended", "array")
     return {key: getattr(row, key) for key in columns} | {
         "gpus": demand["gpus"],

@@ -70,7 +70,9 @@ class SimulationSetup:
     away: tuple[MaintenanceWindow, ...] = ()
     """Scheduled maintenance."""
     budgets: dict[str, float] = field(default_factory=dict)
-    """GPU-hours per month of tenants with a budget."""
+    """GPU-hours per calendar month of tenants with a budget."""
+    unix_zero_s: float = 0.0
+    """Unix seconds at second 0 of the trace, by which months begin: 1 January 1970 unless it is known."""
     seed: int = 0
 
     @property
@@ -352,6 +354,7 @@ def _sizes(gpus: int, most: int) -> tuple[tuple[int, float], ...]:
 
 def _empty_cluster(trace: JobTrace, setup: SimulationSetup) -> ClusterSnapshot:
     snapshot, site = ClusterSnapshot(), setup.site
+    snapshot.set_calendar(setup.unix_zero_s)
     site.add_nodes(snapshot, setup.chip, setup.per_node, setup.nodes, setup.spares)
     for maintenance in site.away:
         snapshot.nodes.schedule_maintenance([maintenance.node], maintenance.from_s, maintenance.to_s)

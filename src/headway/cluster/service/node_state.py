@@ -1,0 +1,50 @@
+"""Which state a node is in, and for how long it has been silent: pure, but for a clock that is an argument."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from headway.cluster.service.messages import NodeReport
+
+LONGEST_LOOK_S = 15.0
+"""Silence that one look may add: a service that was paused or busy longer could not have heard anybody."""
+
+
+def node_state(*, reports: bool, fenced: bool, cordoned: bool, problems: Sequence[str]) -> str:
+    """The state of a node, as the scheduler knows states: only a healthy one gets new jobs.
+
+    `fenced`: something runs there that nobody wants any more, since it was given up."""
+    if not reports or fenced:
+        return "draining"
+    if problems:
+        return "quarantined"
+    return "draining" if cordoned else "healthy"
+
+
+def unwanted_starts(report: NodeReport, wanted: Iterable[str]) -> list[str]:
+    """What runs on a node although the service does not want it any more: until it has ended, nothing else starts."""
+    known = set(wanted)
+    return [start.key for start in report.starts if start.state == "running" and start.key not in known]
+
+
+class NodeSilence:
+    """How long nodes have not reported, by a clock that neither jumps nor goes back."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._looked = clock, clock()
+        self._heard: dict[str, float] = {}
+
+    def hear(self, *names: str) -> None:
+        """Note that nodes have reported, or are expected to from now on."""
+        now = self._clock()
+        self._heard |= dict.fromkeys(names, now)
+
+    def look(self) -> None:
+        """Note that the service is awake: time beyond LONGEST_LOOK_S since the last look is no silence of any node."""
+        now = self._clock()
+        missed = max(now - self._looked - LONGEST_LOOK_S, 0.0)
+        self._heard = {name: min(heard + missed, now) for name, heard in self._heard.items()}
+        self._looked = now
+
+    def silent_s(self, name: str) -> float:
+        """Seconds since a node has reported; infinite for one that is not expected to."""
+        heard = self._heard.get(name)
+        return float("inf") if heard is None else self._clock() - heard

@@ -1,0 +1,124 @@
+"""Who may call what: one table from route to permission, and the rules on whom a caller may act: pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from headway.errors import UsageError
+
+Role = Literal["viewer", "member", "tenant-admin", "admin"]
+ROLES: tuple[Role, ...] = get_args(Role)
+"""Each may do what the ones before it may."""
+Scope = Literal["read", "jobs", "manage"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+"""What a token may be limited to: reading, changing jobs, or managing users, tokens, tenants and secrets."""
+
+
+@dataclass(frozen=True)
+class Permission:
+    """What a route needs of its caller."""
+
+    role: Role
+    scope: Scope
+
+
+@dataclass(frozen=True)
+class Principal:
+    """The user behind a request, as the token that came with it allows."""
+
+    user: str
+    role: Role
+    tenant: str | None
+    """None: all tenants, which only an admin has."""
+    scopes: frozenset[Scope]
+    token: str
+    """Id of the token."""
+    expires: float | None = None
+    """When the token expires, in Unix seconds."""
+
+    def allows(self, permission: Permission) -> bool:
+        """Whether the user's role and the token's scopes cover a permission."""
+        return at_least(self.role, permission.role) and permission.scope in self.scopes
+
+
+OPEN: Literal["open"] = "open"
+"""Needs no token, and says nothing."""
+NODES: Literal["nodes"] = "nodes"
+"""For the agents of nodes only."""
+Need = Permission | Literal["open", "nodes"]
+
+_READ, _CHANGE = Permission("viewer", "read"), Permission("member", "jobs")
+_OWN_TOKENS, _SECRETS = Permission("viewer", "manage"), Permission("member", "manage")
+_MANAGE = Permission("tenant-admin", "manage")
+
+PERMISSIONS: dict[str, Need] = {
+    "GET /health": OPEN,
+    "POST /api/v1/sync": NODES,
+    "GET /openapi.json": _READ,
+    "GET /api/v1/whoami": _READ,
+    # jobs: those of the caller's tenants; a member changes its own, a tenant-admin all of them
+    "POST /api/v1/jobs": _CHANGE,
+    "GET /api/v1/jobs": _READ,
+    "GET /api/v1/jobs/{job}": _READ,
+    "GET /api/v1/jobs/{job}/why": _READ,
+    "POST /api/v1/jobs:batch": _CHANGE,
+    "POST /api/v1/jobs/{job}/signal": _CHANGE,
+    "POST /api/v1/jobs/{job}/priority": _CHANGE,
+    "POST /api/v1/jobs/{job}/{verb}": _CHANGE,
+    # the cluster
+    "GET /api/v1/nodes": _READ,
+    "GET /api/v1/events": _READ,
+    "GET /api/v1/record": Permission("admin", "read"),
+    # who may do what
+    "GET /api/v1/users": Permission("tenant-admin", "read"),
+    "PUT /api/v1/users/{user}": _MANAGE,
+    "DELETE /api/v1/users/{user}": _MANAGE,
+    "GET /api/v1/tokens": _READ,
+    "POST /api/v1/tokens": _OWN_TOKENS,
+    "DELETE /api/v1/tokens/{token}": _OWN_TOKENS,
+    "GET /api/v1/tenants": _READ,
+    "PUT /api/v1/tenants/{tenant}": _MANAGE,
+    "DELETE /api/v1/tenants/{tenant}": _MANAGE,
+    "GET /api/v1/secrets": Permission("member", "read"),
+    "PUT /api/v1/secrets/{tenant}/{secret}": _SECRETS,
+    "DELETE /api/v1/secrets/{tenant}/{secret}": _SECRETS,
+    "GET /api/v1/audit": Permission("tenant-admin", "read"),
+}
+"""Every route, by method and path. A route that is not listed is refused to everybody."""
+
+
+def at_least(role: Role, least: Role) -> bool:
+    """Whether a role may do what another may."""
+    return ROLES.index(role) >= ROLES.index(least)
+
+
+def subtree(tenants: Iterable[Mapping[str, Any]], top: str) -> frozenset[str]:
+    """The names of a tenant and of everything below it; empty if there is no such tenant. Parents are listed first."""
+    names = set[str]()
+    for tenant in tenants:
+        if tenant["name"] == top or tenant.get("parent") in names:
+            names.add(tenant["name"])
+    return frozenset(names)
+
+
+def visible_tenants(principal: Principal, tenants: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:
+    """The tenants whose jobs, users and secrets a caller may see; None: all."""
+    return None if principal.tenant is None else subtree(tenants, principal.tenant)
+
+
+def check_user_change(principal: Principal, role: Role, tenant: str | None, visible: frozenset[str] | None) -> None:
+    """Raise UsageError unless the caller may give somebody this role in this tenant."""
+    if (role == "admin") != (tenant is None):
+        raise UsageError(
+            f"a user with role {role} {'has no' if role == 'admin' else 'needs a'} tenant",
+            hint="admins see all tenants; all others have one",
+        )
+    if not at_least(principal.role, role):
+        raise UsageError(f"{principal.role} '{principal.user}' cannot make a user {role}")
+    if tenant is not None and visible is not None and tenant not in visible:
+        raise UsageError(f"unknown tenant '{tenant}'", hint=f"yours: {', '.join(sorted(visible))}")
+
+
+def may_change_job(principal: Principal, owner: str) -> bool:
+    """Whether a caller who sees a job may change it, too."""
+    return at_least(principal.role, "tenant-admin") or owner == principal.user
