@@ -58,7 +58,6 @@ function Now() {
           <Fact label="free">{count(free)}</Fact>
           <Fact label="running">{count(by("running"))}</Fact>
           <Fact label="waiting">{count(by("waiting"))}</Fact>
-          <Fact label="policy">{data.policy || "–"}</Fact>
         </dl>
       </header>
       <ClusterMap cluster={data} />
@@ -67,7 +66,7 @@ function Now() {
         <div class="side">
           <Tenants tenants={data.tenants} gpus={gpus} />
           <Card title="Newest decisions" aside={<a href="/cluster/timeline">timeline</a>}>
-            <DecisionList entries={data.newest} jobs={data.jobs.concat(data.over)} />
+            <DecisionList events={data.newest} />
           </Card>
         </div>
       </div>
@@ -92,7 +91,7 @@ function Queue({ jobs, over }: { jobs: ClusterJob[]; over: ClusterJob[] }) {
             <thead>
               <tr>
                 <th scope="col">job</th><th scope="col">state</th><th scope="col" class="narrow">tenant</th><th scope="col" class="num">GPUs</th>
-                <th scope="col" class="num narrow">priority</th><th scope="col" class="num">since</th><th scope="col">reason</th>
+                <th scope="col" class="num narrow">priority</th><th scope="col" class="num">{showOver ? "took" : "for"}</th><th scope="col">reason</th>
               </tr>
             </thead>
             <tbody>
@@ -146,7 +145,7 @@ function Tenants({ tenants, gpus }: { tenants: Tenant[]; gpus: number }) {
       <div class="scroll" tabIndex={0} role="region" aria-label="tenants">
         <table class="plain tenants">
           <thead>
-            <tr><th scope="col">tenant</th><th scope="col"><span class="hidden">GPUs held, and the guarantee</span></th><th scope="col" class="num">held</th><th scope="col" class="num">guaranteed</th><th scope="col" class="num">waiting</th><th scope="col" class="num">GPU-hours</th></tr>
+            <tr><th scope="col">tenant</th><th scope="col"><span class="hidden">GPUs held, and the guarantee</span></th><th scope="col" class="num">held</th><th scope="col" class="num">guaranteed</th><th scope="col" class="num">wanted</th><th scope="col" class="num">GPU-hours</th></tr>
           </thead>
           <tbody>
             {tenants.map((tenant, index) => (
@@ -155,20 +154,20 @@ function Tenants({ tenants, gpus }: { tenants: Tenant[]; gpus: number }) {
                 <td class="bar" aria-hidden="true">
                   <svg width="100%" height="12">
                     <rect class="track" x="0" y="5.5" width="100%" height="1" />
-                    <rect class={`t${index % 8}`} x="0" y="1" width={`${(100 * tenant.held) / most}%`} height="10" />
+                    <rect class={`t${index % 8}`} x="0" y="1" width={`${(100 * tenant.gpus) / most}%`} height="10" />
                     {tenant.guarantee > 0 && <rect class="guarantee" x={`${Math.min(99, (100 * tenant.guarantee) / most)}%`} y="0" width="2" height="12" />}
                   </svg>
                 </td>
-                <td class="num">{count(tenant.held)}</td>
+                <td class="num">{count(tenant.gpus)}</td>
                 <td class="num muted">{count(tenant.guarantee)}</td>
-                <td class="num">{tenant.waiting ? `${count(tenant.waiting_gpus)} in ${count(tenant.waiting)}` : "–"}</td>
-                <td class="num">{number(tenant.used_gpu_h)}{tenant.budget_gpu_h != null && <span class="muted"> of {number(tenant.budget_gpu_h)} a month</span>}</td>
+                <td class="num">{tenant.wanted_gpus ? count(tenant.wanted_gpus) : "–"}</td>
+                <td class="num">{number(tenant.spent_gpu_h)}{tenant.budget_gpu_h != null && <span class="muted"> of {number(tenant.budget_gpu_h)}</span>}</td>
               </tr>
             ))}
           </tbody>
         </table>
       </div>
-      <p class="muted">The mark is the guarantee; GPU-hours since the record begins, by the scheduler's clock.</p>
+      <p class="muted">The mark is the guarantee. GPU-hours{tenants.length > 0 && ` of ${tenants[0].month}`}, and the month's budget where there is one.</p>
     </Card>
   );
 }

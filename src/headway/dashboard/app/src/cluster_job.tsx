@@ -50,8 +50,8 @@ export function JobPage({ name }: { name: string }) {
         {job.state === "waiting" && !job.held && <Card title="Why it waits"><Why job={job.id} /></Card>}
         {job.state !== "waiting" && <Places job={job} />}
         <Card title="History">
-          {data.spans.length ? <Lanes now={data.now_s} rows={[{ job: job.id, name: job.name, tenant: job.tenant, gpus: job.gpus, spans: data.spans }]} tenants={[job.tenant]} range={null} /> : <p class="muted">The scheduler does not know it yet.</p>}
-          <DecisionList entries={data.entries} jobs={[job]} plain />
+          {data.spans.length ? <Lanes now={data.now_s} rows={[{ job: job.id, name: job.name, tenant: job.tenant, gpus: job.gpus, spans: data.spans }]} tenants={[job.tenant]} range={null} alone /> : <p class="muted">The scheduler does not know it yet.</p>}
+          <DecisionList events={data.events} plain />
         </Card>
       </div>
     </main>

@@ -64,7 +64,9 @@ function Node({ node, holders, small }: { node: ClusterNode; holders: Map<string
   const rows = Math.ceil(node.gpus.length / across);
   const gap = small ? 2 : 4;
   const held = node.gpus.filter((gpu) => holders.has(`${node.name}\n${gpu}`));
-  const said = `${node.name}, ${node.state}: ${held.length} of ${node.gpus.length} GPUs in use${node.jobs.length ? ` by ${node.jobs.length === 1 ? "job" : "jobs"} ${node.jobs.join(", ")}` : ""}`;
+  // Whose jobs the caller may not see: how many GPUs they hold is known, not which.
+  const others = new Set(node.gpus.filter((gpu) => !held.includes(gpu)).slice(0, Math.max(0, node.gpus.length - node.gpus_free - held.length)));
+  const said = `${node.name}, ${node.state}: ${node.gpus.length - node.gpus_free} of ${node.gpus.length} GPUs in use${node.jobs.length ? ` by ${node.jobs.length === 1 ? "job" : "jobs"} ${node.jobs.join(", ")}` : ""}`;
   return (
     <li class={healthy ? "node" : "node away"}>
       {!small && <div class="node-name"><span>{node.name}</span>{!healthy && <span class="wrong">{node.state}</span>}</div>}
@@ -76,8 +78,8 @@ function Node({ node, holders, small }: { node: ClusterNode; holders: Map<string
             const x = (index % across) * (side + gap);
             const y = Math.floor(index / across) * (side + gap);
             return (
-              <g key={gpu} class={holder ? `gpu t${holder.tenant % COLORS}` : "gpu free"} onClick={holder && (() => go(jobUrl(holder.job.id)))}>
-                <title>{holder ? `GPU ${gpu} of ${node.name}: ${holder.job.name} (job ${holder.job.id}) of ${holder.job.tenant}, ${holder.job.state}` : `GPU ${gpu} of ${node.name}: ${healthy ? "free" : node.state}`}</title>
+              <g key={gpu} class={holder ? `gpu t${holder.tenant % COLORS}` : others.has(gpu) ? "gpu others" : "gpu free"} onClick={holder && (() => go(jobUrl(holder.job.id)))}>
+                <title>{holder ? `GPU ${gpu} of ${node.name}: ${holder.job.name} (job ${holder.job.id}) of ${holder.job.tenant}, ${holder.job.state}` : `GPU ${gpu} of ${node.name}: ${others.has(gpu) ? "another tenant's" : healthy ? "free" : node.state}`}</title>
                 <rect x={x + 0.5} y={y + 0.5} width={side - 1} height={side - 1} rx={small ? 1 : 4} class={holder?.job.state === "ending" ? "ending" : undefined} />
                 {holder && !small && <text x={x + side / 2} y={y + side / 2 + 4} text-anchor="middle">{holder.job.id.length > 4 ? `${holder.job.id.slice(0, 3)}…` : holder.job.id}</text>}
               </g>

@@ -7,12 +7,12 @@ import { count, duration } from "./format";
 import { Card, Problem } from "./parts";
 import { Choice } from "./run";
 import { setQuery, usePlace } from "./router";
-import type { ClusterEntry, ClusterJob, Lane, Timeline } from "./types";
+import type { ClusterEvent, Lane, Timeline } from "./types";
 
 const EVERY_MS = 3000;
 const WINDOWS: [string, string][] = [["", "all"], ["86400", "day"], ["3600", "hour"], ["600", "10 min"]];
 const HOLDING = ["starting", "running", "ending"];
-const TICKS = 6;
+const TICKS = 4;
 
 export function TimelinePage() {
   const { query } = usePlace();
@@ -25,8 +25,8 @@ export function TimelinePage() {
   const range: [number, number] | null = window ? [Math.max(0, data.now_s - Number(window)), data.now_s] : null;
   const from = range?.[0] ?? -Infinity;
   const rows = data.jobs.filter((row) => row.spans.some((span) => (span.end_s ?? data.now_s) >= from));
-  const kinds = [...new Set(data.entries.map((entry) => entry.kind))].sort();
-  const entries = data.entries.filter((entry) => entry.at_s >= from && (!kind || entry.kind === kind));
+  const kinds = [...new Set(data.events.map((entry) => entry.kind))].sort();
+  const events = data.events.filter((entry) => entry.at_s >= from && (!kind || entry.kind === kind));
   return (
     <>
       {error && <Problem error={error} />}
@@ -42,13 +42,13 @@ export function TimelinePage() {
             <Lanes rows={rows} now={data.now_s} tenants={data.tenants} range={range} />
           </>
         ) : (
-          <p class="calm muted">No job in this window.</p>
+          <p class="calm muted">{data.refusal ? `Only events are shown: ${data.refusal}.` : "No job in this window."}</p>
         )}
       </Card>
       <Card title="Decisions" aside={
         <label class="muted">kind <select value={kind} onChange={(event) => setQuery({ kind: event.currentTarget.value || null })}><option value="">all</option>{kinds.map((each) => <option key={each}>{each}</option>)}</select></label>
       }>
-        <DecisionList entries={entries} jobs={[]} />
+        <DecisionList events={events} />
       </Card>
     </>
   );
@@ -60,18 +60,18 @@ function bounds(rows: Lane[], now: number, range: [number, number] | null): [num
 }
 
 /** A lane per job: what state it was in when. */
-export function Lanes({ rows, now, tenants, range }: { rows: Lane[]; now: number; tenants: string[]; range: [number, number] | null }) {
+export function Lanes({ rows, now, tenants, range, alone }: { rows: Lane[]; now: number; tenants: string[]; range: [number, number] | null; alone?: boolean }) {
   const [low, high] = bounds(rows, now, range);
   const at = (time: number) => (100 * (Math.min(Math.max(time, low), high) - low)) / (high - low);
   return (
-    <div class="lanes">
+    <div class={alone ? "lanes alone" : "lanes"}>
       <Axis low={low} high={high} />
       <ul>
         {rows.map((row) => {
-          const tenant = Math.max(0, tenants.indexOf(row.tenant)) % 8;
+          const tenant = Math.max(0, tenants.indexOf(row.tenant ?? "")) % 8;
           return (
             <li key={row.job}>
-              <a class="lane-name" href={jobUrl(row.job)} title={`${row.name ?? `job ${row.job}`} of ${row.tenant}, ${row.gpus} GPUs`}>{row.name ?? row.job}</a>
+              {!alone && <a class="lane-name" href={jobUrl(row.job)} title={`${row.name ?? `job ${row.job}`} of ${row.tenant}, ${row.gpus} GPUs`}>{row.name ?? row.job}</a>}
               <svg width="100%" height="18" role="img" aria-label={`${row.name ?? row.job} of ${row.tenant}: ${row.spans.map((span) => `${span.state} from ${duration(span.begin_s)}`).join(", ")}`}>
                 {row.spans.map((span, index) => {
                   const [begin, end] = [at(span.begin_s), at(span.end_s ?? now)];
@@ -126,7 +126,7 @@ function Held({ rows, now, tenants, range }: { rows: Lane[]; now: number; tenant
 /** The sum per tenant after each change. */
 function heldOver(rows: Lane[], now: number, tenants: string[]): { times: number[]; sums: number[][]; most: number } {
   const changes = rows.flatMap((row) => {
-    const tenant = Math.max(0, tenants.indexOf(row.tenant));
+    const tenant = Math.max(0, tenants.indexOf(row.tenant ?? ""));
     return row.spans.filter((span) => HOLDING.includes(span.state) && span.gpus).flatMap((span): [number, number, number][] => [[span.begin_s, tenant, span.gpus], [span.end_s ?? now, tenant, -span.gpus]]);
   });
   changes.sort((a, b) => a[0] - b[0] || a[2] - b[2]);
@@ -148,15 +148,14 @@ function stairs(points: number[][], now: number): number[][] {
   return points.flatMap(([time, value], index) => [[time, value], [points[index + 1]?.[0] ?? now, value]]);
 }
 
-export function DecisionList({ entries, jobs, plain }: { entries: ClusterEntry[]; jobs: ClusterJob[]; plain?: boolean }) {
-  const names = new Map(jobs.map((job) => [job.id, job.name]));
-  if (!entries.length) return <p class="calm muted">Nothing was decided yet.</p>;
+export function DecisionList({ events, plain }: { events: ClusterEvent[]; plain?: boolean }) {
+  if (!events.length) return <p class="calm muted">Nothing has happened yet.</p>;
   return (
     <ol class="decisions">
-      {entries.map((entry, index) => (
-        <li key={`${entry.seq}-${index}`} class={entry.kind}>
-          <time class="num muted">{duration(entry.at_s)}</time>
-          <span class="wrap">{entry.job && !plain && <a href={jobUrl(entry.job)}>{entry.name ?? names.get(entry.job) ?? `job ${entry.job}`}</a>} {entry.text}</span>
+      {events.map((event, index) => (
+        <li key={`${event.seq}-${index}`} class={event.kind}>
+          <time class="num muted">{duration(event.at_s)}</time>
+          <span class="wrap">{event.job && !plain && <a href={jobUrl(event.job)}>{event.name ?? `job ${event.job}`}</a>} {event.sentence}</span>
         </li>
       ))}
     </ol>

@@ -311,26 +311,29 @@ export interface ClusterJob {
   placement: { node: string; gpus: string[] }[];
 }
 
+// headway/cluster/service/tenant_routes.py
 export interface Tenant {
   name: string;
   parent: string | null;
   guarantee: number;
+  borrow: number | null;
   budget_gpu_h: number | null;
-  held: number;
-  running: number;
-  waiting: number;
-  waiting_gpus: number;
-  used_gpu_h: number;
+  gpus: number;
+  wanted_gpus: number;
+  spent_gpu_h: number;
+  month: string;
 }
 
-export interface ClusterEntry {
+// headway/cluster/service/event_sentences.py
+export interface ClusterEvent {
   seq: number;
   at_s: number;
   kind: string;
+  sentence: string;
   job: string | null;
+  node: string | null;
+  name: string | null;
   tenant: string | null;
-  text: string;
-  name?: string | null;
 }
 
 export interface Cluster extends MaybeProblem {
@@ -338,9 +341,7 @@ export interface Cluster extends MaybeProblem {
   jobs: ClusterJob[];
   over: ClusterJob[];
   tenants: Tenant[];
-  newest: ClusterEntry[];
-  now_s: number;
-  policy: string;
+  newest: ClusterEvent[];
 }
 
 export interface ClusterSpan {
@@ -354,7 +355,7 @@ export interface ClusterSpan {
 export interface Lane {
   job: string;
   name: string | null;
-  tenant: string;
+  tenant: string | null;
   gpus: number;
   spans: ClusterSpan[];
 }
@@ -363,15 +364,17 @@ export interface Timeline extends MaybeProblem {
   now_s: number;
   jobs: Lane[];
   hidden: number;
-  entries: ClusterEntry[];
+  events: ClusterEvent[];
   tenants: string[];
+  /** Why there are no spans: who may not read the record sees events only. */
+  refusal: string;
 }
 
 export interface JobDocument extends MaybeProblem {
   job: ClusterJob;
   tasks: string[];
   spans: ClusterSpan[];
-  entries: ClusterEntry[];
+  events: ClusterEvent[];
   now_s: number;
   run: string | null;
 }
@@ -380,7 +383,7 @@ export interface WhyAnswer extends ClusterJob, MaybeProblem {
   why: {
     state: string;
     sentence: string;
-    holders: { tenant: string; gpus: number; jobs: number; guarantee: number }[];
+    holders: { tenant: string; gpus: number; jobs: number | null; guarantee: number | null }[];
     instead: { sentence: string }[];
     start: { p50_s: number | null; p90_s: number | null } | null;
   } | null;

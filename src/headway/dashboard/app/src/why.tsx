@@ -24,7 +24,7 @@ export function Why({ job }: { job: string }) {
       )}
       {why.instead.map((change) => <p key={change.sentence}>It would start now by {change.sentence}.</p>)}
       {why.holders.length > 0 && (
-        <p class="muted">GPUs are held by {why.holders.map((holder) => `${holder.tenant} (${count(holder.gpus)} in ${count(holder.jobs)} ${holder.jobs === 1 ? "job" : "jobs"}, ${count(holder.guarantee)} guaranteed)`).join(", ")}.</p>
+        <p class="muted">GPUs are held by {why.holders.map((holder) => holder.jobs === null ? `${holder.tenant} (${count(holder.gpus)})` : `${holder.tenant} (${count(holder.gpus)} in ${count(holder.jobs)} ${holder.jobs === 1 ? "job" : "jobs"}, ${count(holder.guarantee)} guaranteed)`).join(", ")}.</p>
       )}
     </div>
   );
