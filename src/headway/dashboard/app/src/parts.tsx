@@ -22,7 +22,7 @@ const SHAPES: Record<string, string> = {
 export function State({ state }: { state: string }) {
   return (
     <span class={`state ${state}`}>
-      <span aria-hidden="true">{SHAPES[state] ?? "·"}</span> {state}
+      <span aria-hidden="true">{SHAPES[state] ?? "·"}</span> <span class="word">{state}</span>
     </span>
   );
 }

@@ -19,6 +19,8 @@ import { Samples } from "./samples";
 import type { Ledger, Overview } from "./types";
 
 const FIRST = ["reward", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "eval_loss"];
+/** Of a policy: whether it learns, and what its answers become. */
+const FIRST_OF_POLICY = ["reward", "pass@", "length", "sampled_entropy", ...FIRST];
 const AT_FIRST = 4;
 const BUCKETS = 1000;
 
@@ -131,7 +133,9 @@ function Title({ run, ledger, live, gone, again }: { run: Overview; ledger: Ledg
 
 function Charts({ run, ledger, round }: { run: Overview; ledger: Ledger | null; round: number }) {
   const { query } = usePlace();
-  const usual = [...FIRST.filter((key) => run.metrics.includes(key))].slice(0, AT_FIRST);
+  const wanted = run.policy ? FIRST_OF_POLICY : FIRST;
+  const named = wanted.map((key) => (key.endsWith("@") ? run.metrics.find((metric) => metric.startsWith(key)) : run.metrics.find((metric) => metric === key)));
+  const usual = [...new Set(named.filter((key) => key !== undefined))].slice(0, AT_FIRST);
   const keys = query.getAll("key").filter((key) => run.metrics.includes(key));
   const shown = keys.length ? keys : usual;
   const smoothing = Number(query.get("smooth") ?? "0");
