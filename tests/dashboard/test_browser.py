@@ -68,6 +68,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved = demo / "checkpoints" / "step-00003000"
     saved.mkdir(parents=True)
     (saved / "manifest.json").write_text(json.dumps({"format": 1, "step": 3000, "digest": "a" * 32}))
+    child = write_run(runs, "child", falling(9), recipe=trained | {"model": trained["model"] | {"init": str(saved)}})
+    (child / "checkpoints" / "step-00000009").mkdir()
+    (child / "checkpoints" / "step-00000009" / "manifest.json").write_text(
+        json.dumps({"format": 1, "step": 9, "digest": "b" * 32})
+    )
     tag(runs, "prod", RunFolder(demo), 3000, "a" * 32)
     add_note(runs, "prod", HOSTILE)
     write_labels(RunFolder(demo), Labels(("good",), HOSTILE))
@@ -152,6 +157,7 @@ PAGES = {
         "act": [["click", "a:text('pictures')"], ["wait", ".clips img"], ["wait", ".clips tbody tr"]],
     },
     "models": {"path": "/models", "expect": [".models .card"]},
+    "child": {"path": "/run/child?tab=recipe", "expect": [".recipe .changed", ".title a"]},
     "lineage": {"path": "/models?of=demo@3000", "expect": [".tree li", ".models .tag"]},
     "documents": {"path": "/run/spiky?tab=documents&step=3", "expect": [".parts tbody tr"]},
     "documents gone": {"path": "/run/live?tab=documents", "expect": [".step-documents .nothing"]},

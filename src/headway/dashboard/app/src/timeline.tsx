@@ -127,7 +127,8 @@ function Held({ rows, now, tenants, range }: { rows: Lane[]; now: number; tenant
 function heldOver(rows: Lane[], now: number, tenants: string[]): { times: number[]; sums: number[][]; most: number } {
   const changes = rows.flatMap((row) => {
     const tenant = Math.max(0, tenants.indexOf(row.tenant ?? ""));
-    return row.spans.filter((span) => HOLDING.includes(span.state) && span.gpus).flatMap((span): [number, number, number][] => [[span.begin_s, tenant, span.gpus], [span.end_s ?? now, tenant, -span.gpus]]);
+    // A start may wait for the exit of the job that it displaces: until it runs, its GPUs are still the other's.
+    return row.spans.filter((span) => (span.state === "running" || span.state === "ending") && span.gpus).flatMap((span): [number, number, number][] => [[span.begin_s, tenant, span.gpus], [span.end_s ?? now, tenant, -span.gpus]]);
   });
   changes.sort((a, b) => a[0] - b[0] || a[2] - b[2]);
   const times: number[] = [];
