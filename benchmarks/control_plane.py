@@ -4,27 +4,46 @@ python benchmarks/control_plane.py [--only cycles,submits,agents,slurm] [--nodes
 """
 
 import argparse
+import asyncio
+import contextlib
+import itertools
 import json
 import os
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import psutil
+from sqlalchemy import event, insert, select, update
+
 from headway.cluster.engines.engine import LaunchRequest
+from headway.cluster.engines.submissions import request_to_json
+from headway.cluster.service import tables
+from headway.cluster.service.access_guard import GuardSettings
+from headway.cluster.service.app import make_app
 from headway.cluster.service.cycle import run_cycle
 from headway.cluster.service.decider import DeciderProcess
-from headway.cluster.service.messages import NodeReport, StartReport, start_key
+from headway.cluster.service.live_service import LiveService
+from headway.cluster.service.messages import PROTOCOL, NodeReport, StartReport, start_key
 from headway.cluster.service.new_jobs import NewJob
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.store import ServiceStore
 from headway.cluster.service.tables import open_database, sqlite_url
+from headway.dashboard.server import serve as run_server
+from headway.http_server import listen
 
 BATCH = 100
+USER_TOKEN, NODE_TOKEN = "u" * 40, "n" * 40
+HEARTBEAT_S = 10.0
 GPUS = 8
 SIZES, WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128), (20, 10, 15, 25, 12, 10, 5, 3)
 """GPUs of jobs, and how many of each."""
@@ -76,13 +95,45 @@ class Cluster:
     """A control plane with nodes that the benchmark plays."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
-        self.store = ServiceStore(open_database(sqlite_url(folder / "control.db")))
+        self.engine, self.durable = open_database(sqlite_url(folder / "control.db")), False
+
+        @event.listens_for(self.engine, "connect")
+        def prepare(connection: Any, _: Any) -> None:
+            if not self.durable:  # only while the cluster is filled
+                connection.execute("PRAGMA synchronous = OFF").close()
+
+        self.engine.dispose()
+        self.store = ServiceStore(self.engine)
         self.plane, self.decider = ControlPlane(self.store), DeciderProcess()
         self.specs = node_specs(nodes)
         tenants = [{"name": name, "guarantee": nodes * GPUS // len(TENANTS)} for name in TENANTS]
         self.plane.set_cluster(self.specs, tenants, "headway")
-        for spec in self.specs:
-            self.plane.sync(NodeReport(spec["name"]))
+        self._note_healthy()
+
+    def _note_healthy(self) -> None:
+        """What the first report of every node does, in one transaction."""
+        with self.store.write() as transaction:
+            transaction.execute(update(tables.nodes).values(state="healthy"))
+            names = [spec["name"] for spec in self.specs]
+            transaction.execute(insert(tables.node_conditions), [{"name": name} for name in names])
+            lines = [{"at": self.plane.now_s, "node": name, "state": "healthy"} for name in names]
+            transaction.add_lines(lines)
+
+    def confirm_all(self) -> int:
+        """What the reports of all nodes do once everything that was issued runs, in one transaction."""
+        with self.store.write() as transaction:
+            issued = select(tables.ranks.c.job).where(tables.ranks.c.state == "issued").distinct()
+            names = list(transaction.execute(issued).scalars())
+            transaction.execute(update(tables.ranks).where(tables.ranks.c.state == "issued").values(state="running"))
+            starting = tables.jobs.c.state == "starting"
+            transaction.execute(update(tables.jobs).where(starting).values(state="running", started=self.plane.wall_s))
+            transaction.add_lines([{"at": self.plane.now_s, "running": name} for name in names])
+        return len(names)
+
+    def filled(self) -> None:
+        """From now on, every commit reaches the disk."""
+        self.durable = True
+        self.engine.dispose()
 
     def answer(self) -> int:
         """Have every node confirm what it was asked to start; return how many jobs run."""
@@ -109,6 +160,12 @@ class Cluster:
             report = StartReport(start_key(job, start, rank), "exited", RankResult(0))
             self.plane.sync(NodeReport(node, (report,)))
 
+    def cpu_s(self) -> float:
+        """CPU time of this process and of the one that decides."""
+        process = self.decider._process
+        times = psutil.Process(process.pid).cpu_times() if process is not None else None
+        return time.process_time() + (0.0 if times is None else times.user + times.system)
+
     def close(self) -> None:
         """End the decider and the database."""
         self.decider.close()
@@ -127,34 +184,181 @@ def measure_cycles(folder: Path, nodes: int, queued: int, cycles: int) -> dict[s
     running = 0
     for _ in range(20):
         report = run_cycle(plane, cluster.decider)
-        running = cluster.answer()
+        running += cluster.confirm_all()
         if not report.started:
             break
-    seconds, started = list[float](), 0
+    cluster.filled()
+    print(f"  {running} jobs run after {time.perf_counter() - began:.0f} s", flush=True)
+    seconds, cpu_s, started = list[float](), list[float](), 0
     for _ in range(cycles):
         cluster.finish(rng, 10)
         plane.submit_all([NewJob(random_job(rng, number + offset)) for offset in range(20)])
         number += 20
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), cluster.cpu_s()
         report = run_cycle(plane, cluster.decider)
         seconds.append(time.perf_counter() - begin)
+        cpu_s.append(cluster.cpu_s() - used)
         started += report.started
         running = cluster.answer()
     with cluster.store.read() as connection:
         waiting = connection.exec_driver_sql("SELECT count(*) FROM jobs WHERE state = 'waiting'").scalar()
     cluster.close()
-    return {"nodes": nodes, "running": running, "queued": waiting, "started": started} | spread(seconds)
+    figures = {"nodes": nodes, "running": running, "queued": waiting, "started": started}
+    return figures | {"cpu": spread(cpu_s)} | spread(seconds)
+
+
+def serve(folder: Path, nodes: int) -> None:
+    """Be a service of so many nodes until standard input ends: what the other parts ask over HTTP."""
+    cluster = Cluster(folder, nodes)
+    cluster.filled()
+    service = LiveService(cluster.store, cluster.plane, print, cluster.decider)
+    listener = listen("127.0.0.1", 0, backlog=4096)
+    guard = GuardSettings(NODE_TOKEN, requests_per_s=1e6, requests_burst=1e6)
+    app = make_app(service, USER_TOKEN, NODE_TOKEN, "127.0.0.1", guard=guard)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def listening() -> None:
+        service.start()
+        print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+
+    run_server(app, listener, listening)
+    service.close()
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def service_process(folder: Path, nodes: int) -> Iterator[tuple[int, psutil.Process]]:
+    """A service in a process of its own: its port, and the process."""
+    command = [sys.executable, __file__, "--serve", str(folder), "--nodes", str(nodes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            port = next(json.loads(line)["port"] for line in process.stdout if line.startswith("{"))
+            yield port, psutil.Process(process.pid)
+        finally:
+            process.stdin.close()
+            process.wait()
+
+
+class Client:
+    """One kept HTTP connection in an event loop."""
+
+    def __init__(self, port: int, token: str) -> None:
+        self._port, self._token = port, token
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """The answer to a request."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._streams
+        text = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {self._token}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+        writer.write(head.encode() + text)
+        await writer.drain()
+        header = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = next(
+            int(line.split(":")[1]) for line in header.lower().split("\r\n") if line.startswith("content-length")
+        )
+        answer = await reader.readexactly(length)
+        if " 200 " not in header.split("\r\n")[0]:
+            raise RuntimeError(f"{header.splitlines()[0]}: {answer[:200]!r}")
+        return json.loads(answer)
+
+
+def measure_submits(folder: Path, seconds: float) -> dict[str, Any]:
+    """Submit batches, and then single jobs, by several clients at once, while the service schedules."""
+
+    async def submit(port: int, path: str, count: int, clients: int) -> dict[str, Any]:
+        rng, latencies, jobs = Random(2), list[float](), 0
+        ends = time.perf_counter() + seconds
+
+        async def one_client() -> None:
+            nonlocal jobs
+            client = Client(port, USER_TOKEN)
+            while time.perf_counter() < ends:
+                asked = [{"request": request_to_json(random_job(rng, jobs + offset))} for offset in range(count)]
+                begin = time.perf_counter()
+                await client.ask("POST", path, {"jobs": asked} if count > 1 else asked[0])
+                latencies.append(time.perf_counter() - begin)
+                jobs += count
+
+        begin = time.perf_counter()
+        await asyncio.gather(*(one_client() for _ in range(clients)))
+        return {"jobs_per_s": round(jobs / (time.perf_counter() - begin), 1)} | spread(latencies)
+
+    with service_process(folder, 1000) as (port, process):
+        used = sum(process.cpu_times()[:2])
+        batches = asyncio.run(submit(port, "/api/v1/jobs:batch", BATCH, 2))
+        between = sum(process.cpu_times()[:2])
+        single = asyncio.run(submit(port, "/api/v1/jobs", 1, 8))
+        cpu_s = sum(process.cpu_times()[:2])
+    batches["service_cpu_ms_per_job"] = round(1e3 * (between - used) / max(batches["count"] * BATCH, 1), 3)
+    single["service_cpu_ms_per_job"] = round(1e3 * (cpu_s - between) / max(single["count"], 1), 3)
+    return {"batches": batches, "single": single}
+
+
+def measure_agents(folder: Path, agents: int, seconds: float) -> dict[str, Any]:
+    """Hold agents that report every ten seconds at least, each over a connection of its own, and ask the API beside."""
+
+    async def agent(port: int, number: int, ends: float, heartbeats: list[float]) -> None:
+        client, version = Client(port, NODE_TOKEN), None
+        await asyncio.sleep(HEARTBEAT_S * number / agents)
+        report = {"node": f"n{number:05}"}
+        while time.perf_counter() < ends:
+            begin = time.perf_counter()
+            body = {"report": report, "version": version, "wait_s": 0 if version is None else HEARTBEAT_S}
+            answer = await client.ask("POST", "/api/v1/sync", body | {"protocol": PROTOCOL})
+            version = answer["version"]
+            heartbeats.append(time.perf_counter() - begin)
+
+    async def user(port: int, ends: float, latencies: list[float]) -> None:
+        client = Client(port, USER_TOKEN)
+        for path in itertools.cycle(("/api/v1/jobs", "/api/v1/events", "/api/v1/whoami", "/api/v1/jobs?over=true")):
+            if time.perf_counter() > ends:
+                return
+            begin = time.perf_counter()
+            await client.ask("GET", path)
+            latencies.append(time.perf_counter() - begin)
+            await asyncio.sleep(0.1)
+
+    async def run(port: int) -> tuple[list[float], list[float]]:
+        heartbeats, latencies = list[float](), list[float]()
+        ends = time.perf_counter() + HEARTBEAT_S + seconds
+        tasks = [agent(port, number, ends, heartbeats) for number in range(agents)]
+        await asyncio.gather(*tasks, user(port, ends, latencies))
+        return heartbeats, latencies
+
+    with service_process(folder, agents) as (port, process):
+        used, begin = sum(process.cpu_times()[:2]), time.perf_counter()
+        heartbeats, latencies = asyncio.run(run(port))
+        share = (sum(process.cpu_times()[:2]) - used) / (time.perf_counter() - begin)
+        memory = process.memory_info().rss
+    figures = {"agents": agents, "syncs": len(heartbeats), "service_cores": round(share, 3)}
+    return figures | {"service_mib": memory // 2**20, "api": spread(latencies)}
 
 
 def main() -> None:
     """Run the parts that are asked for, and print their figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="cycles")
+    parser.add_argument("--only", default="cycles,submits,agents")
+    parser.add_argument("--agents", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--nodes", type=int, default=10_000)
     parser.add_argument("--queued", type=int, default=50_000)
     parser.add_argument("--cycles", type=int, default=60)
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
+    if words.serve is not None:
+        serve(words.serve, words.nodes)
+        return
     results: dict[str, Any] = {"load_before": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as place:
         for part in words.only.split(","):
@@ -162,6 +366,10 @@ def main() -> None:
             folder.mkdir()
             if part == "cycles":
                 results[part] = measure_cycles(folder, words.nodes, words.queued, words.cycles)
+            elif part == "submits":
+                results[part] = measure_submits(folder, words.seconds)
+            else:
+                results[part] = measure_agents(folder, words.agents, words.seconds)
             print(part, json.dumps(results[part]), flush=True)
     if words.out is not None:
         words.out.write_text(json.dumps(results, indent=1) + "\n")

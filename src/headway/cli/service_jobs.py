@@ -9,14 +9,15 @@ from headway.cli.text import columns, duration, plural, print_json, shortened
 from headway.cluster.engines.engine import OVER
 from headway.cluster.engines.scripts import list_logs, log_folder
 from headway.cluster.service.connection import ADDRESS, connect, job_path, service_folder
-from headway.errors import EngineError, UsageError
+from headway.cluster.service.login import login_file
+from headway.errors import EngineError, EngineUnreachable, UsageError
 
 _POLL_S = 0.5
 
 
 def has_service(root: Path) -> bool:
-    """Return whether a service was ever started for a folder of runs."""
-    return (service_folder(root) / ADDRESS).exists()
+    """Return whether a service was ever started for a folder of runs, or the user has logged in to one."""
+    return (service_folder(root) / ADDRESS).exists() or login_file().exists()
 
 
 def service_job(root: Path, name: str) -> list[dict[str, Any]] | None:
@@ -26,6 +27,10 @@ def service_job(root: Path, name: str) -> list[dict[str, Any]] | None:
     try:
         rows: list[dict[str, Any]] = connect(root).get(job_path(name))
     except UsageError:
+        return None
+    except EngineUnreachable:  # whoever is logged in somewhere may mean a run of this folder
+        if (service_folder(root) / ADDRESS).exists():
+            raise
         return None
     return rows or None
 

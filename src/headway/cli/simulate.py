@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from headway.cli.options import Json
+from headway.cli.live_trial import try_live
+from headway.cli.options import Json, Runs
 from headway.cli.progress import terminal_bars
 from headway.cli.text import plural, print_json
 from headway.cluster.simulate import (
@@ -33,7 +34,9 @@ from headway.cluster.simulate import (
 )
 from headway.errors import UsageError
 from headway.hardware import load_cluster, parse_on
+from headway.track import runs_root
 
+DEFAULT_POLICIES = "headway,slurm,kueue,fifo"
 MAX_SKIPPED_LINES = 10
 """Skipped jobs that the table lists."""
 
@@ -76,7 +79,7 @@ def simulate(
             metavar="NAME,...",
             help="Policies: headway, slurm, kueue, fifo, las, edf; sjf and srtf are oracles.",
         ),
-    ] = "headway,slurm,kueue,fifo",
+    ] = DEFAULT_POLICIES,
     preemptible: Annotated[float, typer.Option("--preemptible", min=0, max=1, help="Share of preemptible jobs.")] = 0.5,
     elastic: Annotated[
         float,
@@ -105,9 +108,26 @@ def simulate(
         Path | None,
         typer.Option("--record", metavar="DIR", help="Record decisions for headway replay and headway why."),
     ] = None,
+    from_live: Annotated[
+        bool, typer.Option("--from-live", help="Try --add or one --policy on the service's cluster as it is now.")
+    ] = False,
+    add: Annotated[
+        Path | None, typer.Option("--add", metavar="JOB.toml", help="With --from-live: a job to try.")
+    ] = None,
+    runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Simulate a job trace under several policies: months in seconds."""
+    """Simulate a job trace under several policies: months in seconds.
+
+    Or try a job or a policy on the service's cluster before changing anything: --from-live.
+    """
+    if from_live:
+        if trace_file is not None or workload is not None or on is not None or cluster is not None:
+            raise UsageError("--from-live simulates the service's cluster", hint="leave trace and cluster out")
+        try_live(runs_root(runs), add, None if policy == DEFAULT_POLICIES else policy, json)
+        return
+    if add is not None:
+        raise UsageError("--add is for --from-live", hint="add --from-live")
     policies = find_policies(policy)
     chip, per_node, nodes, site = _where(on, cluster, topology, away)
     setup = SimulationSetup(

@@ -15,7 +15,7 @@ from headway.hardware import Cluster, parse_on
 from headway.recipe import load_recipe
 from headway.track import command, runs_root
 
-OF_SERVICE = "--tenant, --priority, --preemptible, --after and --key are for --engine service"
+OF_SERVICE = "--tenant, --priority, --preemptible, --sizes, --after and --key are for --engine service"
 
 
 def submit(
@@ -61,6 +61,12 @@ def submit(
             help="Whether the service may stop and restart it (default: runs yes, commands no).",
         ),
     ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--sizes", metavar="GPUS:SPEED,...", help="An elastic command: --gpus first, for example 2:1,4:1.9."
+        ),
+    ] = None,
     after: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,6 +76,17 @@ def submit(
     key: Annotated[
         str | None, typer.Option("--key", metavar="TEXT", help="A command is submitted once per key, however often.")
     ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option("--secret", metavar="NAME", help="A secret that a command gets as a variable; repeatable."),
+    ] = None,
+    secret_file: Annotated[
+        list[str] | None,
+        typer.Option("--secret-file", metavar="NAME", help="A secret as a file, which NAME_FILE names; repeatable."),
+    ] = None,
+    upload: Annotated[
+        bool, typer.Option("--upload", help="Run a command in a copy of this folder, as it is now.")
+    ] = False,
     no_shared_folder: NoSharedFolder = False,
     runs: Runs = None,
     settings: Settings = None,
@@ -83,14 +100,16 @@ def submit(
     The service (headway up) takes any command, too. Settings of a site are in ~/.config/headway/engines.toml.
     """
     is_command, root = "--" in sys.argv, runs_root(runs)
-    if key is not None and not is_command:
-        raise UsageError("--key is for commands", hint="a run has a name: --name")
+    if (key is not None or sizes is not None) and not is_command:
+        raise UsageError("--key and --sizes are for commands", hint="a run has a name: --name")
     engine = engine or ("service" if is_command else "local")
     only_service = {
         "tenant": tenant,
         "priority": None if priority is None else str(priority),
         "after": ",".join(after) if after else None,
         "key": key,
+        "sizes": sizes,
+        "secret_files": ",".join(secret_file) if secret_file else None,
     }
     site = _site(
         engine, {name: text for name, text in only_service.items() if text is not None}, preemptible, is_command
@@ -98,8 +117,8 @@ def submit(
     if is_command:
         if engine != "service":
             raise UsageError(f"--engine {engine} takes recipes, not commands", hint="--engine service")
-        resources = CommandResources(machines, gpus, cpus, memory_gib)
-        request, job = submit_command(what, root, resources, name, site, dry=dry_run)
+        resources = CommandResources(machines, gpus, cpus, memory_gib, (*(secret or ()), *(secret_file or ())))
+        request, job = submit_command(what, root, resources, name, site, upload=upload, dry=dry_run)
         if dry_run:
             print_json({"engine": engine, "would_send": job}) if json else print(job, end="")
         elif json:
@@ -108,6 +127,10 @@ def submit(
             print(f"{request.name}: job {job} of {engine}")
             print(next_line(*(command(root, words) for words in ("queue", f"logs {job} --follow", f"cancel {job}"))))
         return
+    if secret or secret_file:
+        raise UsageError("--secret is for commands", hint="recipes: secrets = [...] in engines.toml")
+    if upload:
+        raise UsageError("--upload is for commands", hint='recipes: code = "staged" in engines.toml')
     recipe, cluster = _recipe_and_cluster(what, on)
     loaded, shared = load_recipe(recipe, settings or ()), not no_shared_folder
     if dry_run:

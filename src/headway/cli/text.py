@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from headway.errors import plural as plural
 
-_GROUPS = "agent|checkpoint|cluster|data|hardware|model|recipe|rl|runs|trace"
+_GROUPS = "agent|checkpoint|cluster|data|hardware|model|node|recipe|rl|runs|secrets|tenants|tokens|trace|users"
 _COMMAND = re.compile(
     rf"`[^`]+`|\bheadway (?:(?:{_GROUPS}) )?[a-z]+(?: [a-z]+(?= --))?"
     r"(?: (?:--[\w-]+(?: [^\s,;(-][^\s,;]*)?|[a-z]*[^\sa-z,;(][^\s,;]*))*"
@@ -70,6 +70,12 @@ def wrap_lines(text: str, label: str = "", indent: int = 2, width: int | None = 
         break_on_hyphens=False,
     )
     return [line.replace("\0", " ") for line in lines]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line per row under a line of headings, in columns."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in (head, *rows)]
 
 
 def next_line(*commands: str) -> str:

@@ -1,6 +1,5 @@
 """`headway up`: starts the service that schedules jobs on a cluster."""
 
-import ipaddress
 import os
 import secrets
 import socket
@@ -15,15 +14,17 @@ import typer
 
 from headway.cli.options import Json, Runs
 from headway.cli.text import next_line, plural, print_json
+from headway.cluster.service.login import is_loopback
 from headway.errors import UsageError
 from headway.track import command, runs_root
 from headway.track.runs import create_private_folder
 
 if TYPE_CHECKING:
     from headway.cluster.service.accounts import Accounts
-    from headway.cluster.service.certificates import ServerTls
+    from headway.cluster.service.certificates import Authority, ServerTls
+    from headway.cluster.service.webhooks import Webhook
 
-NEEDED = ("fastapi", "sqlalchemy", "uvicorn")
+NEEDED = ("fastapi", "prometheus_client", "sqlalchemy", "uvicorn")
 _ANY = ("0.0.0.0", "::")
 """Hosts that stand for all addresses of this machine."""
 
@@ -50,6 +51,15 @@ def up(
     emulate: Annotated[
         str | None, typer.Option("--emulate", metavar="NODESxGPUS", help="Nodes with fake GPUs on this machine.")
     ] = None,
+    no_local_node: Annotated[
+        bool, typer.Option("--no-local-node", help="Run no jobs on this machine; others join as nodes.")
+    ] = False,
+    give_up_after: Annotated[
+        float,
+        typer.Option(
+            "--give-up-after", min=60.0, metavar="SECONDS", help="Restart the jobs of a silent node elsewhere then."
+        ),
+    ] = 600.0,
     speed: Annotated[
         float, typer.Option("--speed", min=1.0, help="How much faster the scheduler's clock runs, with --emulate.")
     ] = 1.0,
@@ -59,6 +69,9 @@ def up(
     policy: Annotated[str, typer.Option(help="Scheduling policy.")] = "headway",
     database: Annotated[
         str | None, typer.Option("--database", metavar="URL", help="PostgreSQL (default: SQLite beside the runs).")
+    ] = None,
+    webhooks: Annotated[
+        Path | None, typer.Option("--webhooks", metavar="FILE", help="TOML with addresses that are told of events.")
     ] = None,
     runs: Runs = None,
     json: Json = False,
@@ -71,12 +84,15 @@ def up(
     if missing:
         raise UsageError(f"headway up needs {missing[0]}", hint="pip install 'headway[control]'")
     _check_options(emulate, speed, demo)
+    if no_local_node and (emulate or demo or gpus is not None or cpus is not None):
+        raise UsageError("--no-local-node has no GPUs, CPUs or emulated nodes", hint="leave those options out")
     if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key belong together", hint="give both, or none")
     from headway.cluster.scheduler.policies import POLICIES
     from headway.cluster.service.connection import service_folder
     from headway.cluster.service.demo import DEMO_SHAPE, DEMO_SPEED, DEMO_TENANTS
     from headway.cluster.service.local_cluster import emulated_nodes, tenants_of, this_machine
+    from headway.cluster.service.webhooks import read_webhooks
 
     if policy not in POLICIES:
         raise UsageError(f"unknown policy {policy!r}", hint=f"one of {', '.join(POLICIES)}")
@@ -86,23 +102,49 @@ def up(
     folder = service_folder(root)
     folder.mkdir(mode=0o700, exist_ok=True)
     emulate, speed = (DEMO_SHAPE, DEMO_SPEED) if demo else (emulate, speed)
-    nodes = [this_machine(gpus, cpus)] if emulate is None else emulated_nodes(emulate, cpus)
+    nodes = [] if no_local_node else [this_machine(gpus, cpus)] if emulate is None else emulated_nodes(emulate, cpus)
     tenants = DEMO_TENANTS if demo else tenants_of(cluster)
-    secure = None
-    if tls or tls_cert or not _is_loopback(host):
-        secure = _server_tls(folder / "tls", host, tls_cert, tls_key)
-    _serve(root, folder, (host, port), secure, nodes, tenants, policy, database, speed, demo, json)
+    secure = authority = None
+    if tls or tls_cert or not is_loopback(host):
+        secure, authority = _server_tls(folder / "tls", host, tls_cert, tls_key)
+    _serve(
+        root,
+        folder,
+        (host, port),
+        secure,
+        authority,
+        nodes,
+        tenants,
+        [] if webhooks is None else read_webhooks(webhooks),
+        policy,
+        database,
+        speed,
+        give_up_after,
+        demo,
+        json,
+    )
 
 
-def _server_tls(folder: Path, host: str, certificate: Path | None, key: Path | None) -> "ServerTls":
-    """Return the certificate to listen with: the given one, or one of the service's own authority."""
+def _of_one_tenant(nodes: list[dict[str, Any]], tenants: list[str]) -> list[dict[str, Any]]:
+    """Return this machine as a node of the only tenant; UsageError if there are several, all of whose jobs would run as
+    one user. Emulated nodes are for trying things out."""
+    if len(tenants) > 1 and any(node["chip"] != "fake" for node in nodes):
+        raise UsageError(
+            f"jobs of {plural(len(tenants), 'tenant')} would run as one user on this machine",
+            hint="--no-local-node; headway node join --tenant-user makes it a node that keeps them apart",
+        )
+    return [node if node["chip"] == "fake" else node | {"tenants": tenants} for node in nodes]
+
+
+def _server_tls(folder: Path, host: str, certificate: Path | None, key: Path | None) -> tuple["ServerTls", "Authority"]:
+    """Return the certificate to listen with, the given one or one of the service's own, and its authority."""
     from headway.cluster.service.certificates import Authority, server_tls
 
     authority = Authority(folder)
     if certificate is not None and key is not None:
-        return server_tls(certificate, key, authority.file)
+        return server_tls(certificate, key, authority.file), authority
     names = ["localhost", "127.0.0.1", socket.gethostname(), *([] if host in _ANY else [host])]
-    return authority.server(folder, list(dict.fromkeys(names)))
+    return authority.server(folder, list(dict.fromkeys(names))), authority
 
 
 def _check_options(emulate: str | None, speed: float, demo: bool) -> None:
@@ -117,11 +159,14 @@ def _serve(
     folder: Path,
     address: tuple[str, int],
     tls: "ServerTls | None",
+    authority: "Authority | None",
     nodes: list[dict[str, Any]],
     listed: list[dict[str, Any]] | None,
+    webhooks: list["Webhook"],
     policy: str,
     database: str | None,
     speed: float,
+    give_up_after: float,
     demo: bool,
     json: bool,
 ) -> None:
@@ -136,8 +181,10 @@ def _serve(
     from headway.cluster.service.plane import ControlPlane
     from headway.cluster.service.secret_store import SecretStore, secrets_key
     from headway.cluster.service.single import only_service, publish_address
+    from headway.cluster.service.slow_clients import MOST_CONNECTIONS
     from headway.cluster.service.store import ServiceStore
     from headway.cluster.service.tables import open_database, sqlite_url
+    from headway.cluster.service.uploaded_code import CodeStore
     from headway.dashboard.server import serve
     from headway.http_server import listen
 
@@ -151,14 +198,24 @@ def _serve(
         os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
         store = ServiceStore(engine, points)
         tenants = starting_tenants(store, listed)
-        plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)))
+        if not is_loopback(host):
+            nodes = _of_one_tenant(nodes, [tenant["name"] for tenant in tenants])
+        plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)), give_up_after_s=give_up_after)
         for name in plane.set_cluster(nodes, tenants, policy):
             print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
         log = partial(print, file=sys.stderr, flush=True)
-        service = LiveService(store, plane, log, history=folder / "history")
+        service = LiveService(store, plane, log, history=folder / "history", webhooks=webhooks)
         accounts = Accounts(store, time.time)
         token = _first_token(accounts, folder / TOKEN)
-        app = make_app(service, token, _token(folder / NODE_TOKEN), host, accounts=accounts)
+        app = make_app(
+            service,
+            token,
+            _token(folder / NODE_TOKEN),
+            host,
+            accounts=accounts,
+            authority=authority,
+            code=CodeStore(folder / "code"),
+        )
 
         def listening() -> None:
             publish_address(folder, url, fingerprint)
@@ -182,9 +239,8 @@ def _serve(
             sys.stdout.flush()
 
         try:
-            serve(
-                app, listener, listening, **({} if tls is None else tls.options() | {"http": PeerCertificateProtocol})
-            )
+            limits = {"http": PeerCertificateProtocol, "limit_concurrency": MOST_CONNECTIONS}
+            serve(app, listener, listening, **limits, **({} if tls is None else tls.options()))
         finally:
             service.close()
         if service.failure is not None:
@@ -221,12 +277,3 @@ def _url(host: str, port: int, secure: bool) -> str:
     """Return where this machine reaches what listens on a host and port."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

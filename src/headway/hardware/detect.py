@@ -28,9 +28,9 @@ def devices(kind: Literal["auto", "cpu", "cuda"] = "auto") -> Devices:
     """The devices to run on; auto takes the GPUs that CUDA_VISIBLE_DEVICES leaves, else the CPU."""
     if kind == "cpu":
         return _cpu()
-    names = _gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if names:
-        return Devices("cuda", len(names), names[0])
+    gpus = _gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpus:
+        return Devices("cuda", len(gpus), gpus[0][1])
     if kind == "auto":
         return _cpu()
     hint = "set train.device to auto or cpu"
@@ -72,8 +72,13 @@ def visible(setting: str | None, uuids: Sequence[str]) -> list[str]:
     return chosen if len(set(chosen)) == len(chosen) else []
 
 
-def _gpu_names(setting: str | None) -> list[str]:
-    """Names of the visible GPUs in order; none without NVML."""
+def gpu_uuids() -> list[str]:
+    """The UUIDs of the GPUs that CUDA_VISIBLE_DEVICES leaves, in order; none without NVML."""
+    return [uuid for uuid, _ in _gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))]
+
+
+def _gpus(setting: str | None) -> list[tuple[str, str]]:
+    """UUIDs and names of the visible GPUs in order; none without NVML."""
     try:
         import pynvml
 
@@ -83,8 +88,9 @@ def _gpu_names(setting: str | None) -> list[str]:
     try:
         every = range(pynvml.nvmlDeviceGetCount())
         uuids = [_text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i))) for i in every]
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()) for uuid in visible(setting, uuids)]
-        return [_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        seen = visible(setting, uuids)
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()) for uuid in seen]
+        return [(uuid, _text(pynvml.nvmlDeviceGetName(handle))) for uuid, handle in zip(seen, handles, strict=True)]
     except pynvml.NVMLError:
         return []
     finally:

@@ -190,12 +190,15 @@ class World:
     def submit(self, plane: ControlPlane) -> None:
         rng = self.rng
         machines, tenant = rng.choice((1, 1, 1, 2, 3)), rng.choice(("red", "blue"))
+        gpus, preemptible = rng.choice((0, 1, 2, 4, 4)), rng.choice(("yes", "yes", "no"))
+        elastic = gpus in (1, 2) and machines == 1 and preemptible == "yes" and rng.random() < 0.5
+        sizes = {"sizes": f"{gpus}:1,{2 * gpus}:1.9"} if elastic else {}
         request = LaunchRequest(
             f"job-{len(self.submitted)}",
             ("run", str(rng.choice((10.0, 100.0, 1000.0))), str(rng.choice((0, 0, 0, 0, 3)))),
             Path("/"),
             machines=machines,
-            gpus=rng.choice((0, 1, 2, 4, 4)),
+            gpus=gpus,
             cpus=rng.choice((1, 2, 6)),
             memory_bytes=rng.choice((None, 2**33)),
             grace_s=rng.choice((0.0, 30.0)),
@@ -204,8 +207,9 @@ class World:
             site={
                 "tenant": tenant,
                 "priority": str(rng.choice((0, 0, 5))),
-                "preemptible": rng.choice(("yes", "yes", "no")),
+                "preemptible": preemptible,
                 "after": self.some_job_of(tenant) or "",
+                **sizes,
             },
         )
         key = request.name
@@ -272,11 +276,11 @@ class World:
             self.agents[name] = agent = ClusterNode(name, SimStarts(self, name, self.disks[name]))
             self.late.pop(name, None)
         try:
+            if self.cut.get(name, 0.0) > self.time:  # or it stands still, and obeys once it does not
+                return
             if name in self.late:
                 orders, sent = self.late.pop(name)
                 agent.obey(orders, self.time - sent)
-                return
-            if self.cut.get(name, 0.0) > self.time:
                 return
             plane = self.zombie if self.zombie is not None and self.rng.random() < 0.3 else self.plane
             if plane is None or self._lossy(0.1):
@@ -368,8 +372,8 @@ class World:
                 self.talk(name)
         if self._lossy(0.01):
             self.reboot(rng.choice(list(self.disks)))
-        if self._lossy(0.02):
-            self.cut[rng.choice(list(self.disks))] = self.time + rng.choice((20.0, 200.0, 1000.0))
+        if self._lossy(0.03):
+            self.cut[rng.choice(list(self.disks))] = self.time + rng.choice((20.0, 300.0, 1000.0))
         self.check()
 
     # -- what must hold

@@ -131,7 +131,7 @@ def test_events_tell_a_job_from_queue_to_end(api: Api) -> None:
         "starts on n1 GPUs 0: 1 GPU is free, and no higher-ranked job waits for them",
         "has priority 2 now",
         "runs",
-        "over",
+        "over: finished",
     ]
     assert {event["name"] for event in answer["events"] if event["job"]} == {"job"}
     assert answer["events"][0]["sentence"] == "the cluster has 2 nodes with 4 GPUs, 1 tenant, policy headway"
@@ -141,3 +141,42 @@ def test_events_tell_a_job_from_queue_to_end(api: Api) -> None:
     while (page := api.get(f"/api/v1/events?after={after}&limit=1"))["after"] != after:
         pages, after = pages + page["events"], page["after"]
     assert json.dumps(pages) == json.dumps(answer["events"])
+
+
+def test_elastic_job_takes_idle_gpus_and_gives_them_back_by_a_restart(api: Api) -> None:
+    api.submit(gpus=1, site={"preemptible": "yes", "sizes": "1:1,2:1.9"})
+    (start,) = api.sync()
+    assert start.gpus == ("0", "1")  # the larger size at once: nobody else waits
+    api.sync(StartReport(start.key, "running"))
+    (other,) = api.sync(StartReport(start.key, "running"), node="n2") or [None]
+    assert other is None
+    now = api.plane.now_s
+    api.plane._offset += 300  # past its minimum run time
+    assert api.plane.now_s > now
+    for _ in range(3):
+        api.submit(gpus=1)
+    run_cycle(api.plane, api.decider)
+    (decided,) = [line["decided"] for line in api.plane.lines if "resize" in json.dumps(line.get("decided", ""))]
+    assert [decision["job"] for decision in decided if decision["kind"] == "resize"] == ["1"]
+    assert state(api, "1")[0] == "ending"
+    api.sync(StartReport(start.key, "exited", RankResult(75)))
+    run_cycle(api.plane, api.decider)
+    (row,) = api.get("/api/v1/jobs/1")
+    assert (row["state"], row["starts"]) == ("starting", 2)
+    assert sum(len(place["gpus"]) for place in row["placement"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gpus": 1, "site": {"sizes": "1:1,2:1.9"}}, "must be preemptible"),
+        ({"gpus": 1, "machines": 2, "site": {"sizes": "1:1,2:1.9", "preemptible": "yes"}}, "one machine"),
+        ({"gpus": 1, "site": {"sizes": "2:1", "preemptible": "yes"}}, "increasing from the 1 requested"),
+        ({"gpus": 1, "site": {"sizes": "1:1,2", "preemptible": "yes"}}, "relative speeds"),
+        ({"gpus": 1, "site": {"sizes": "1:1,2:nan", "preemptible": "yes"}}, "speeds"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(api: Api, options: dict[str, Any], words: str) -> None:
+    answer = api.post("/api/v1/jobs", {"request": job(**options)})
+    assert answer.status_code == 400, answer.text
+    assert words in answer.text

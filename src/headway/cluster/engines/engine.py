@@ -19,6 +19,7 @@ import math
 import os
 import re
 import signal
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -191,10 +192,19 @@ def exit_reason(state: State, exit_status: int, machine: str = "") -> str:
 def read_exit_report(path: Path) -> tuple[int, tuple[str, ...]] | None:
     """The file HEADWAY_END of a command: the exit status of the whole job, and the machines to avoid."""
     try:
-        first, *others = path.read_text().splitlines()
+        first, *others = _read_regular(path).splitlines()
         return int(first), tuple(name for name in others if _MACHINE.fullmatch(name))
     except (OSError, ValueError):
         return None
+
+
+def _read_regular(path: Path) -> str:
+    """A small file that somebody else may have put there: neither a link nor a pipe is followed or waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not a file")
+        return file.read(2**16).decode()
 
 
 def combined_exit_status(reported: Iterable[int]) -> int | None:

@@ -41,20 +41,22 @@ def command_with_setup(request: LaunchRequest) -> list[str]:
     return ["bash", "-c", shell, "bash", *request.command]
 
 
-def start_script(task: Path, log: Path, own: Path) -> str:
+def start_script(task: Path, log: Path, own: Path, *, first: Sequence[str] = (), run_as: Sequence[str] = ()) -> str:
     """The script of a local job: starts the task and records its exit status, even if the daemon dies.
 
     `set -m` gives the task its own process group, and the default signal handlers that a background process would lack.
     Descriptor 9 is a lock, held while this script lives and not inherited by the task. The task writes its pid first,
     so that it can be signalled from the beginning. The traps come after the task, which would otherwise inherit them
-    until it becomes bash, and lose signals that arrive before that.
+    until it becomes bash, and lose signals that arrive before that. `first` are lines that the task runs before it
+    becomes `run_as` another user.
     """
-    quoted = shlex.quote(str(task))
+    entered = "".join(f"{line} || exit 1; " for line in first)
+    command = shlex.join([*run_as, "bash", str(task)])
     lines = [
         "#!/bin/bash",
         "set -m",
         f"cd -- {shlex.quote(str(own))} || exit 1",
-        f'{{ echo "$BASHPID $$" >pid; exec bash {quoted}; }} >>{shlex.quote(str(log))} 2>&1 </dev/null 9>&- &',
+        f'{{ echo "$BASHPID $$" >pid; {entered}exec {command}; }} >>{shlex.quote(str(log))} 2>&1 </dev/null 9>&- &',
         "task=$!",
         "trap heard=1 HUP INT TERM USR1 USR2",
         "heard=1",

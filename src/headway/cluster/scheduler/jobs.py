@@ -116,6 +116,7 @@ class JobTable(Columns):
     memory_bytes = column(np.float64, 0.0)  # per node
     starting = column(np.bool_, False)  # holds GPUs, and its nodes have not confirmed that it runs
     ending = column(np.bool_, False)  # was told to stop, and its nodes have not confirmed that it has
+    saved_at_s = column(np.float64, math.nan)  # when its last save began to count, if it reports its saves
     held = column(np.bool_, False)  # waits outside the queue until a user releases it
 
     def __init__(self) -> None:

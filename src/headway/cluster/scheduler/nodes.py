@@ -38,6 +38,17 @@ class NodePool:
         return self.size * (self.end - self.first - self.spares)
 
 
+@dataclass(frozen=True)
+class NodeShapes:
+    """The different sizes of the nodes that are no spares: a few, of however many nodes."""
+
+    gpus: NDArray[np.float64]
+    cpus: NDArray[np.float64]
+    memory_bytes: NDArray[np.float64]
+    nodes: NDArray[np.int64]
+    """How many nodes of each."""
+
+
 class NodeTable(Columns):
     """All nodes, pool by pool."""
 
@@ -60,6 +71,8 @@ class NodeTable(Columns):
         self._domains: list[NDArray[np.int32]] = []
         self._domain_names: list[dict[str, list[str]]] = []
         self._largest: dict[int, int] = {}
+        self._shapes: NodeShapes | None = None
+        """Cache of `shapes`."""
         self.has_maintenance = False
         """Whether maintenance was ever scheduled."""
         self.counted = False
@@ -88,6 +101,7 @@ class NodeTable(Columns):
         self._domains.append(np.array(numbers, np.int32).reshape(len(domains), pool.end - first))
         self.pools.append(pool)
         self._largest.clear()
+        self._shapes = None
         return pool
 
     def limit(self, name: str, cpus: float, memory_bytes: float) -> None:
@@ -95,6 +109,7 @@ class NodeTable(Columns):
         row = self.rows[name]
         self.cpus[row] = self.cpus_free[row] = cpus
         self.memory_bytes[row] = self.memory_free[row] = memory_bytes
+        self._shapes = None
         self.counted |= math.isfinite(cpus) or math.isfinite(memory_bytes)
 
     def limits(self, pool: NodePool) -> list[tuple[str, float | str, float | str]]:
@@ -179,6 +194,15 @@ class NodeTable(Columns):
         if within not in self._largest:
             self._largest[within] = max((self._empty(pool).largest_gang(within) for pool in self.pools), default=0)
         return self._largest[within]
+
+    def shapes(self) -> NodeShapes:
+        """Return the different sizes of nodes, and how many nodes have each."""
+        if self._shapes is None:
+            rows = np.array([row for pool in self.pools for row in range(pool.first, pool.end - pool.spares)], np.int64)
+            sizes = np.stack((self.gpus[rows].astype(np.float64), self.cpus[rows], self.memory_bytes[rows]))
+            (gpus, cpus, memory_bytes), counts = np.unique(sizes, axis=1, return_counts=True)
+            self._shapes = NodeShapes(gpus, cpus, memory_bytes, counts)
+        return self._shapes
 
     def _empty(self, pool: NodePool) -> FreeGpus:
         """Return the GPUs of a pool, without spares, as if nothing ran."""

@@ -171,22 +171,20 @@ class ClusterSnapshot:
     def _check_shape(self, job: Job) -> None:
         """Raise OversizedJobError for a job whose nodes would need more than any, or more nodes, than there are."""
         nodes, machines = self.nodes, max(job.machines, 1)
-        rows = np.concatenate([np.arange(pool.first, pool.end - pool.spares) for pool in nodes.pools])
+        shapes = nodes.shapes()
         each = job.gpus // machines if job.machines else min(job.gpus, 1)
         for what, asked, has in (
-            ("GPUs per machine", each, nodes.gpus),
-            ("CPUs", job.cpus, nodes.cpus),
-            ("GiB of memory", job.memory_bytes / 2**30, nodes.memory_bytes / 2**30),
+            ("GPUs per machine", each, shapes.gpus),
+            ("CPUs", job.cpus, shapes.cpus),
+            ("GiB of memory", job.memory_bytes / 2**30, shapes.memory_bytes / 2**30),
         ):
-            most = float(has[rows].max(initial=0))
+            most = float(has.max(initial=0))
             if asked > most:
                 raise OversizedJobError(
                     f"job {job.name} requests {asked:g} {what}; the largest node has {most:g}", hint=f"at most {most:g}"
                 )
-        able = (
-            (nodes.gpus[rows] >= each) & (nodes.cpus[rows] >= job.cpus) & (nodes.memory_bytes[rows] >= job.memory_bytes)
-        )
-        count, gpus = int(np.count_nonzero(able)), int(nodes.gpus[rows][able].sum())
+        able = (shapes.gpus >= each) & (shapes.cpus >= job.cpus) & (shapes.memory_bytes >= job.memory_bytes)
+        count, gpus = int(shapes.nodes[able].sum()), int((shapes.nodes * shapes.gpus)[able].sum())
         if count < machines or gpus < job.gpus:
             what = plural(machines, "machine") if job.machines else plural(job.gpus, "GPU")
             raise OversizedJobError(
@@ -268,6 +266,11 @@ class ClusterSnapshot:
     def confirm(self, row: int) -> None:
         """The nodes of a starting job have confirmed that it runs: its time counts from now."""
         self.jobs.starting[row], self.jobs.since_s[row] = False, self.now_s
+
+    def note_save(self, row: int, age_s: float | None) -> None:
+        """A running job has reported that its newest save is so old; None: this start has not saved yet."""
+        since_s = self.jobs.since_s[row]
+        self.jobs.saved_at_s[row] = since_s if age_s is None else max(self.now_s - age_s, since_s)
 
     def tell_to_stop(self, row: int, kept: Kept | None = None) -> None:
         """A running job has been told to stop; until it has exited it holds what it had, or only the `kept` part."""
@@ -389,11 +392,17 @@ class ClusterSnapshot:
         return jobs.done_s[rows] + np.maximum(now - jobs.since_s[rows] - restart_s, 0.0) * jobs.speed[rows]
 
     def saved_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
-        """Return the seconds of work that running jobs have saved; each start saves every `save_every_s`."""
+        """Return the seconds of work that running jobs have saved; each start saves every `save_every_s`,
+        unless it reports its saves."""
         jobs = self.jobs
         here = (self.worked_s(rows, now) - jobs.done_s[rows]) / jobs.speed[rows]
         every = jobs.save_every_s[rows]
         saved: NDArray[np.float64] = np.floor(here / every) * np.where(np.isinf(every), 0.0, every)
+        reported = jobs.saved_at_s[rows] >= jobs.since_s[rows]  # of this start: else it does not report
+        if reported.any():
+            restart_s = np.where(jobs.starts[rows] > 1, jobs.restart_s[rows], 0.0)
+            known = np.maximum(jobs.saved_at_s[rows] - jobs.since_s[rows] - restart_s, 0.0)
+            saved = np.where(reported, np.minimum(known, here), saved)
         return jobs.done_s[rows] + saved * jobs.speed[rows]
 
     def lost_gpu_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:

@@ -27,15 +27,6 @@ Caller = Annotated[Principal, Depends(_caller)]
 Name = Annotated[str, Path(min_length=1, max_length=200)]
 
 
-class ErrorAnswer(BaseModel):
-    """Why a request was refused."""
-
-    error: str
-    hint: str | None
-    kind: str
-    """usage, engine, access or other."""
-
-
 class UserAnswer(BaseModel):
     """A user."""
 

@@ -1,50 +1,37 @@
 """The HTTP API of the service: each route checks its input and calls one function of the control plane."""
 
-import asyncio
 import time
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Query, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import to_jsonable_python
+from starlette.exceptions import HTTPException
 
 from headway import __version__
 from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.access_guard import AccessGuard, GuardSettings
-from headway.cluster.service.access_routes import Caller, ErrorAnswer, add_access_routes
+from headway.cluster.service.access_routes import Caller, add_access_routes
 from headway.cluster.service.accounts import Accounts
+from headway.cluster.service.api_document import ERROR_ANSWERS, complete_document, no_such_route
+from headway.cluster.service.certificates import Authority
 from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
-from headway.cluster.service.messages import REPORT
 from headway.cluster.service.new_jobs import NewJob
+from headway.cluster.service.node_routes import add_code_routes, add_node_routes
+from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
 from headway.cluster.service.tenant_routes import add_tenant_routes
-from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, name_jobs, own_events, tenant_jobs
+from headway.cluster.service.uploaded_code import CodeStore
+from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
 from headway.cluster.service.visibility import own_explanation, own_node
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
 
 MOST_AT_ONCE = 100
 """Submissions of one batch."""
-MOST_LINES = 10_000
-"""Of the record, in one answer."""
-POLL_S = 0.02
-LONGEST_WAIT_S = 10.0
 JobName = Annotated[str, Path(min_length=1, max_length=200, description="Id, array, or name of the newest such job.")]
-ERRORS = {
-    400: "What was asked for cannot be: the sentence says why.",
-    401: "The token is missing, unknown, expired or revoked.",
-    403: "The user or its token may not do this.",
-    409: "Not in this state.",
-    413: "The request is too large.",
-    422: "The request is not as this document says.",
-    429: "Too many requests: Retry-After says when.",
-    503: "The database or the scheduler does not answer.",
-}
-"""What every route may answer beside what it returns."""
 
 
 class JobSubmission(BaseModel):
@@ -83,16 +70,6 @@ class SignalRequest(BaseModel):
     number: Annotated[int, Field(ge=1, le=64)]
 
 
-class NodeSync(BaseModel):
-    """A node's report."""
-
-    model_config = ConfigDict(extra="forbid")
-    report: dict[str, Any]
-    version: int | None = None
-    """The version of its last orders: if they are still the same, the answer may wait."""
-    wait_s: Annotated[float, Field(ge=0, le=LONGEST_WAIT_S)] = 0.0
-
-
 def make_app(
     service: LiveService,
     user_token: str,
@@ -101,19 +78,26 @@ def make_app(
     *,
     accounts: Accounts | None = None,
     guard: GuardSettings | None = None,
+    authority: Authority | None = None,
+    code: CodeStore | None = None,
 ) -> FastAPI:
     """The application of a service; `user_token` acts for the first admin."""
     accounts = accounts or Accounts(service.store, time.time)
     accounts.admit_first(user_token)
-    answers = {status: {"model": ErrorAnswer, "description": text} for status, text in ERRORS.items()}
-    app = FastAPI(title="Headway", version=__version__, docs_url=None, redoc_url=None, responses=answers)  # type: ignore[arg-type]
+    app = FastAPI(title="Headway", version=__version__, docs_url=None, redoc_url=None, responses=ERROR_ANSWERS)
+    complete_document(app)
     app.state.stopping = service.stopping
     app.add_middleware(AccessGuard, accounts=accounts, settings=guard or GuardSettings(node_token, host))
     app.add_exception_handler(HeadwayError, _headway_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ValidationError, _invalid)
+    app.add_exception_handler(HTTPException, no_such_route)
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
+    add_operation_routes(app, service)
+    add_node_routes(app, service, authority)
+    if code is not None:
+        add_code_routes(app, service, code)
     add_access_routes(app, service, accounts)
     add_tenant_routes(app, service, accounts)
     return app
@@ -132,7 +116,8 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
             names = find_jobs(connection, job, tenants)
             if not names:
                 raise UsageError(f"no job '{job}'", hint="headway queue lists jobs")
-            return list_jobs(connection, names, tenants=tenants)
+            rows = list_jobs(connection, names, tenants=tenants)
+        return [row | {"progress": plane.progress.get(row["id"])} for row in rows]
 
     def to_change(job: str, caller: Principal) -> str:
         """The id or array of jobs that the caller may change."""
@@ -213,31 +198,6 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
     @app.get("/api/v1/record")
     def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000) -> Any:
         return plane.lines[max(after, plane.lines.first) :][:limit]
-
-    @app.get("/api/v1/events")
-    def events(
-        caller: Caller,
-        after: Annotated[int, Query(ge=0)] = 0,
-        limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000,
-    ) -> dict[str, Any]:
-        after = max(after, plane.lines.first)
-        lines = plane.lines[after : after + limit]
-        tenants = visible_tenants(caller, plane.cluster.values["tenants"])
-        with store.read() as connection:
-            happened = own_events(connection, after, lines, tenants)
-            return {"after": after + len(lines), "events": name_jobs(connection, happened)}
-
-    @app.post("/api/v1/sync")
-    async def sync(body: NodeSync, request: Request) -> Any:
-        report = REPORT.validate_python(body.report)
-        waited = 0.0
-        while body.version == plane.changes and waited < body.wait_s and not service.stopping.is_set():
-            await asyncio.sleep(POLL_S)
-            waited += POLL_S
-        del request
-        version = plane.changes
-        orders = await run_in_threadpool(plane.sync, report)
-        return {"version": version, "orders": to_jsonable_python(orders)}
 
 
 def _headway_error(_: Request, error: Exception) -> JSONResponse:

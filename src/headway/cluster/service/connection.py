@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from headway.cluster.service.login import login_file, read_login
 from headway.errors import EngineError, EngineUnreachable, UsageError
 
 ADDRESS = "service.json"
@@ -51,11 +52,28 @@ class ServiceConnection:
         """The answer to a request. It must be one that may be repeated: a broken connection repeats it once."""
         return self._exchange("POST", path, json.dumps(body or {}).encode())
 
-    def _exchange(self, method: str, path: str, body: bytes | None) -> Any:
+    def put(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The answer to a request that sets something."""
+        return self._exchange("PUT", path, json.dumps(body).encode())
+
+    def put_bytes(self, path: str, data: bytes) -> Any:
+        """The answer to a request that stores a file."""
+        return self._exchange("PUT", path, data)
+
+    def get_bytes(self, path: str) -> bytes:
+        """A file."""
+        answer: bytes = self._exchange("GET", path, None, parsed=False)
+        return answer
+
+    def delete(self, path: str) -> Any:
+        """The answer to a request that removes something."""
+        return self._exchange("DELETE", path, None)
+
+    def _exchange(self, method: str, path: str, body: bytes | None, *, parsed: bool = True) -> Any:
         for last in (False, True):
             fresh = self._connection is None
             try:
-                answer = self._once(method, path, body)
+                answer = self._once(method, path, body, parsed)
                 if not self._keep:
                     self.close()
                 return answer
@@ -67,7 +85,7 @@ class ServiceConnection:
                     ) from None
         raise AssertionError
 
-    def _once(self, method: str, path: str, body: bytes | None) -> Any:
+    def _once(self, method: str, path: str, body: bytes | None, parsed: bool) -> Any:
         if self._connection is None:
             self._connection = self._open()
         headers = {"content-type": "application/json"}
@@ -76,7 +94,7 @@ class ServiceConnection:
         answer = self._connection.getresponse()
         data = answer.read()
         if answer.status == 200:
-            return json.loads(data)
+            return json.loads(data) if parsed else data
         self.close()
         raise _error(answer.status, data, self.url)
 
@@ -144,7 +162,7 @@ def _error(status: int, data: bytes, url: str) -> EngineError | UsageError:
     except (ValueError, KeyError, TypeError):
         return EngineError(f"the service at {url} answered with status {status}")
     if status == 401:
-        return UsageError(f"the service at {url} refused the token", hint="is it the service of this --runs folder?")
+        return UsageError(f"the service at {url} refused the token", hint="headway login URL --token-file FILE")
     return (UsageError if fields.get("kind") == "usage" else EngineError)(message, hint=hint)
 
 
@@ -154,17 +172,32 @@ def service_folder(runs: Path) -> Path:
 
 
 def connect(runs: Path, timeout_s: float = TIMEOUT_S) -> ServiceConnection:
-    """Connect to the service of a folder of runs."""
+    """Connect to the service of a folder of runs, else to the one that the user has logged in to."""
     folder = service_folder(runs)
+    login = None if (folder / ADDRESS).exists() else read_login(login_file())
+    if login is not None:
+        return ServiceConnection(login.url, login.token, timeout_s, fingerprint=login.fingerprint)
     try:
         address = json.loads((folder / ADDRESS).read_text())
         url, fingerprint = address["url"], address.get("fingerprint")
         token = (folder / TOKEN).read_text().strip()
     except FileNotFoundError:
-        raise EngineUnreachable(f"no service has been started for {runs}", hint="start one with headway up") from None
+        raise EngineUnreachable(
+            f"no service has been started for {runs}", hint="start one with headway up, or headway login URL"
+        ) from None
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"cannot read {folder}: {error}") from None
     return ServiceConnection(url, token, timeout_s, fingerprint=fingerprint)
+
+
+def path_of(kind: str, *names: str) -> str:
+    """The path of something by its names, such as a user's."""
+    return "/".join([f"/api/v1/{kind}", *(quote(name, safe="") for name in names)])
+
+
+def node_path(node: str, *verb: str) -> str:
+    """The path of a node."""
+    return "/".join(["/api/v1/nodes", quote(node, safe=""), *verb])
 
 
 def job_path(job: str, *verb: str) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from headway.cluster.service.grants import LiveDecision
+from headway.cluster.service.grants import STOPS, LiveDecision
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.record_lines import RecordLines
 
@@ -48,4 +48,4 @@ def run_cycle(plane: ControlPlane, decider: Decider) -> CycleReport:
     if not current:
         return CycleReport(issued=issued, outdated=True)
     kinds = [decision.kind for decision in decisions]
-    return CycleReport(kinds.count("start"), kinds.count("stop") + kinds.count("move"), issued)
+    return CycleReport(kinds.count("start"), sum(kinds.count(kind) for kind in STOPS), issued)

@@ -13,15 +13,19 @@ from queue import Empty, Queue
 from threading import Lock, Thread
 from typing import Any
 
+from headway.cluster.scheduler.jobs import Job, job_from_json, job_to_json
 from headway.cluster.scheduler.months import month_start
 from headway.cluster.scheduler.wait_reasons import explain_wait
 from headway.cluster.service.grants import LiveDecision, decode, encode
 from headway.cluster.service.live_state import LiveState
 from headway.cluster.service.record_lines import RecordLines
+from headway.cluster.service.trials import try_change
 from headway.errors import EngineError, UsageError
 
 ANSWER_S = 60.0
-"""How long a decision may take, a start of the process included."""
+"""How long a decision may take, or the start of the process with the first part of the record."""
+MOST_LINES = 2000
+"""Of the record that the process is told at a time."""
 _MODULE = "headway.cluster.service.decider"
 
 
@@ -60,6 +64,11 @@ class InProcessDecider:
         }
         return {"month": month.strftime("%Y-%m"), "usage": usage}
 
+    def simulate(self, lines: RecordLines, now_s: float, job: Job | None, policy: str | None) -> dict[str, Any]:
+        """Return what a new job or another policy would change."""
+        self._follow(lines)
+        return try_change(self.state, now_s, job, policy)
+
     def _follow(self, lines: RecordLines) -> None:
         fold, news = lines.since(self.seen)
         if fold is not None:
@@ -94,6 +103,12 @@ class DeciderProcess:
         answer: dict[str, Any] = self._ask(lines, {"tenants": now_s})["tenants"]
         return answer
 
+    def simulate(self, lines: RecordLines, now_s: float, job: Job | None, policy: str | None) -> dict[str, Any]:
+        """See InProcessDecider."""
+        added = None if job is None else job_to_json(job)
+        answer: dict[str, Any] = self._ask(lines, {"simulate": now_s, "job": added, "policy": policy})["simulate"]
+        return answer
+
     def fold(self, lines: RecordLines, until: int) -> str:
         """Return the state as JSON that so many lines lead to."""
         return str(self._ask(lines, {"fold": until}, until)["fold"])
@@ -116,15 +131,27 @@ class DeciderProcess:
         assert process is not None
         assert process.stdin is not None
         fold, news = lines.since(self._seen, until)
-        state = {} if fold is None else {"state": fold.text}
-        process.stdin.write(json.dumps({"lines": news, **state, **question}) + "\n")
-        process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._answers.get(timeout=self._answer_s))
-        self._seen = (self._seen if fold is None else fold.seq) + len(news)
+        if fold is not None:
+            self._tell({"state": fold.text, "lines": []})
+            self._seen = fold.seq
+        while len(news) > MOST_LINES:  # each part has its time: a long record must not look like a process that hangs
+            self._tell({"lines": news[:MOST_LINES]})
+            self._seen, news = self._seen + MOST_LINES, news[MOST_LINES:]
+        answer = self._tell({"lines": news, **question})
+        self._seen += len(news)
         if "usage" in answer:
             raise UsageError(answer["usage"], hint=answer["hint"])
         if "error" in answer:
             raise ValueError(answer["error"])
+        return answer
+
+    def _tell(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Send a question, or only what it will be about, and return the answer."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._answers.get(timeout=self._answer_s))
         return answer
 
     def _start(self) -> None:
@@ -170,10 +197,15 @@ def main() -> None:
         try:
             if "why" in question:
                 answer: dict[str, Any] = {"why": decider.why(lines, question["at"], question["why"])}
+            elif "simulate" in question:
+                job = None if question["job"] is None else job_from_json(question["job"])
+                answer = {"simulate": decider.simulate(lines, question["simulate"], job, question["policy"])}
             elif "fold" in question:
                 answer = {"fold": decider.state.to_json()}
             elif "tenants" in question:
                 answer = {"tenants": decider.tenants(lines, question["tenants"])}
+            elif "decide" not in question:
+                answer = {}
             else:
                 decisions = decider.decide(lines, question["decide"])
                 answer = {"decisions": [encode(decision) for decision in decisions]}

@@ -7,7 +7,9 @@ from typing import Any
 
 from headway.cluster.engines.engine import LaunchRequest, did_you_mean
 from headway.cluster.scheduler.jobs import KINDS, Job
+from headway.cluster.scheduler.snapshot import ClusterSnapshot
 from headway.cluster.service.live_state import LiveState
+from headway.cluster.service.secret_files import names_of_files
 from headway.errors import UsageError
 
 SITE = {
@@ -20,7 +22,10 @@ SITE = {
     "min_run_s": "seconds before it may be preempted",
     "within": "a network level whose domains it must not span",
     "kind": ", ".join(KINDS),
+    "sizes": "GPUs and relative speeds, the smallest first, such as 2:1,4:1.9",
     "after": "jobs that must be over first, with commas: JOB (has succeeded) or JOB:any",
+    "secret_files": "secrets to hand over as files, with commas",
+    "code": "the SHA-256 of code that was uploaded",
 }
 """Settings that only this engine has."""
 MOST_PRIORITY = 1_000_000
@@ -37,6 +42,9 @@ def job_of(request: LaunchRequest, name: str, submit_s: float, tenants: list[str
             raise UsageError(
                 f"job {request.name} sets {what}={_shown(request, what)}; the service has no such setting yet"
             )
+    filed = [name for name in names_of_files(request) if name not in request.secrets]
+    if filed:
+        raise UsageError(f"job {request.name}: secret_files has {filed[0]}, which is none of its secrets")
     preemptible = site.get("preemptible", "no")
     if preemptible not in ("yes", "no"):
         raise UsageError(f"job {request.name}: preemptible is {preemptible!r}", hint="yes or no")
@@ -54,10 +62,28 @@ def job_of(request: LaunchRequest, name: str, submit_s: float, tenants: list[str
         within=site.get("within"),
         user=site.get("user", ""),
         kind=site.get("kind", "batch" if request.array is None else "array"),
+        sizes=_sizes(request),
         machines=request.machines,
         cpus=float(request.cpus),
         memory_bytes=float(request.memory_bytes or 0),
     )
+
+
+def _sizes(request: LaunchRequest) -> tuple[tuple[int, float], ...]:
+    """The scaling curve of an elastic job: it is resized by a save, a stop and a start."""
+    text = request.site.get("sizes")
+    if text is None:
+        return ()
+    if request.machines != 1 or request.site.get("preemptible", "no") != "yes":
+        raise UsageError(
+            f"job {request.name} has sizes; it needs one machine, and must be preemptible",
+            hint="its command learns its GPUs from CUDA_VISIBLE_DEVICES at each start",
+        )
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return tuple((int(gpus), float(speed)) for gpus, speed in pairs)
+    except ValueError:
+        raise UsageError(f"job {request.name}: sizes are {text!r}", hint=SITE["sizes"]) from None
 
 
 def _shown(request: LaunchRequest, what: str) -> str:
@@ -95,14 +121,28 @@ def _number(request: LaunchRequest, key: str, default: float) -> float:
 class EmptyCluster:
     """Nodes, tenants and policy of a cluster without jobs; UsageError if they do not fit together."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], *, whole: bool = True) -> None:
+        """Guarantees must fit into the `whole` cluster; one to which nodes may still come need not hold them."""
         self.values: dict[str, Any] = json.loads(json.dumps(values))
         self.tenants = [tenant["name"] for tenant in values["tenants"]]
         state = LiveState()
         state.apply({"at": 0.0, "cluster": self.values})
         self._empty = state.snapshot
-        self._empty.tenants.check_guarantees(self._empty.gpus)
+        if whole:
+            self._empty.tenants.check_guarantees(self._empty.gpus)
+        self._usable: dict[str, ClusterSnapshot] = {}
+        """The cluster as tenants see it whose jobs some nodes refuse."""
 
     def check_job(self, job: Job) -> None:
         """Raise UsageError, with the nearest that could run as its hint, for a job that can never run here."""
-        self._empty.check_job(job)
+        self._usable_by(job.tenant).check_job(job)
+
+    def _usable_by(self, tenant: str) -> ClusterSnapshot:
+        nodes = [node for node in self.values["nodes"] if tenant in node.get("tenants", [tenant])]
+        if len(nodes) == len(self.values["nodes"]) or tenant not in self.tenants:
+            return self._empty
+        if tenant not in self._usable:
+            state = LiveState()
+            state.apply({"at": 0.0, "cluster": self.values | {"nodes": nodes}})
+            self._usable[tenant] = state.snapshot
+        return self._usable[tenant]

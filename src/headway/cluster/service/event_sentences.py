@@ -55,7 +55,7 @@ def _submitted(line: Mapping[str, Any]) -> str:
 
 def _exited(line: Mapping[str, Any]) -> str:
     if not line.get("again"):
-        return "over"
+        return f"over: {line.get('state', 'cancelled')}"
     return "exited and waits again; " + (
         "its work is saved" if line.get("saved") else "work since its last save is lost"
     )
@@ -66,10 +66,13 @@ _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "running": lambda _: "runs",
     "stopping": lambda _: "told to stop by a user or for a lost node",
     "exited": _exited,
+    "saves": lambda line: "has saved" if line["age_s"] is not None else "reports its saves",
     "priority": lambda line: f"has priority {line['to']} now",
     "hold": lambda _: "held by a user",
     "unhold": lambda _: "released by a user",
 }
+
+_KINDS = {"stop": "stops", "move": "moves", "resize": "stops to change its size", "reserve": "waits"}
 
 
 def _decided(decision: LiveDecision, mine: Collection[str] | None) -> str:
@@ -79,7 +82,7 @@ def _decided(decision: LiveDecision, mine: Collection[str] | None) -> str:
         others = ", ".join(decision.after if mine is None else [OTHER_JOB])
         after = f", once {others} has exited" if decision.after else ""
         return f"starts on {on}{after}: {reason}"
-    return {"stop": "stops", "move": "moves", "reserve": "waits"}.get(decision.kind, decision.kind) + f": {reason}"
+    return f"{_KINDS.get(decision.kind, decision.kind)}: {reason}"
 
 
 def _cluster(cluster: Mapping[str, Any]) -> str:

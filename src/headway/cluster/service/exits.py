@@ -8,7 +8,7 @@ from sqlalchemy import select, update
 from headway.cluster.service.outcome import RankResult, outcome_of
 from headway.cluster.service.secret_store import drop_job_secrets
 from headway.cluster.service.store import Transaction
-from headway.cluster.service.tables import jobs, ranks
+from headway.cluster.service.tables import allocations, jobs, ranks
 
 
 def finish_if_exited(transaction: Transaction, name: str, now_s: float, wall_s: float) -> None:
@@ -29,7 +29,10 @@ def finish_if_exited(transaction: Transaction, name: str, now_s: float, wall_s: 
         "ended": None if again else wall_s,
     }
     transaction.execute(update(jobs).where(jobs.c.id == name).values(values))
+    held = (allocations.c.job == name) & (allocations.c.start == job.starts)
+    transaction.execute(update(allocations).where(held).values(ended=wall_s))
     line: dict[str, Any] = {"at": now_s, "exited": name}
-    transaction.add_lines([line | ({"again": True, "saved": outcome.saved} if again else {})])
+    fate = {"again": True, "saved": outcome.saved} if again else {"state": outcome.state}
+    transaction.add_lines([line | fate])
     if not again:
         drop_job_secrets(transaction, name)

@@ -8,11 +8,11 @@ orders are to kill these, and nothing new starts there until its report says tha
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, delete, insert, select, update
 
 from headway.cluster.service.node_state import NodeSilence
 from headway.cluster.service.outcome import RankResult
@@ -42,7 +42,7 @@ class JobControl(Protocol):
         """Unix seconds."""
         ...
 
-    def note_change(self) -> None:
+    def nodes_changed(self, names: Iterable[str] | None = None) -> None:
         """Have nodes and the scheduler look again."""
         ...
 
@@ -83,7 +83,7 @@ class Fleet:
             transaction.execute(update(node_conditions).where(where).values(cordoned=cordoned))
             if cordoned:  # a node that is not cordoned any more is healthy once it has reported
                 self.set_state(transaction, name, "draining")
-        self._control.note_change()
+        self._control.nodes_changed()
         return True
 
     def drain(self, name: str) -> list[str]:
@@ -94,7 +94,7 @@ class Fleet:
             for row in rows:
                 if row.state in ("starting", "running"):
                     self._control.stop_job(transaction, row, "drain")
-        self._control.note_change()
+        self._control.nodes_changed()
         return [row.id for row in rows]
 
     def schedule_maintenance(self, name: str, begins: float, ends: float) -> None:
@@ -110,14 +110,14 @@ class Fleet:
             self._remove_window(transaction, name)
             transaction.execute(insert(maintenance).values(node=name, begins=begins, ends=ends))
             self._record_windows(transaction)
-        self._control.note_change()
+        self._control.nodes_changed()
 
     def cancel_maintenance(self, name: str) -> bool:
         """Forget the maintenance of a node; False if there is none."""
         with self._store.write() as transaction:
             self._check_name(transaction, name)
             done = self._remove_window(transaction, name)
-        self._control.note_change()
+        self._control.nodes_changed()
         return done
 
     # -- by silence and time
@@ -140,15 +140,15 @@ class Fleet:
                 if self._is_given_up(name):  # it may have reported meanwhile
                     self._give_up(transaction, name)
             self._record_windows(transaction)
+        self._control.nodes_changed({*new, *gone, *transaction.nodes})
 
     def _is_given_up(self, name: str) -> bool:
         return self.silence.silent_s(name) > self.give_up_after_s
 
     def _give_up(self, transaction: Transaction, name: str) -> None:
         rows = _jobs_on(transaction, name)
-        here = (ranks.c.node == name) & (ranks.c.state != "exited")
         result = json.dumps(asdict(RankResult(given_up=True)))
-        transaction.execute(update(ranks).where(here).values(state="exited", result=result))
+        transaction.execute(update(ranks).where(on_node(name)).values(state="exited", result=result))
         for row in rows:
             if row.state in ("starting", "running"):
                 self._control.stop_job(transaction, row, "given up")
@@ -220,14 +220,24 @@ class Fleet:
         return True
 
 
+def is_elsewhere(transaction: Transaction, name: str) -> bool:
+    """Whether a node has joined with a certificate."""
+    where = node_conditions.c.name == name
+    return transaction.execute(select(node_conditions.c.fingerprint).where(where)).scalar() is not None
+
+
 def is_cordoned(transaction: Transaction, name: str) -> bool:
     """Whether an operator has cordoned a node."""
     where = node_conditions.c.name == name
     return bool(transaction.execute(select(node_conditions.c.cordoned).where(where)).scalar())
 
 
+def on_node(name: str) -> ColumnElement[bool]:
+    """Condition for ranks: what is on a node."""
+    return (ranks.c.node == name) & (ranks.c.state != "exited")
+
+
 def _jobs_on(connection: Connection | Transaction, name: str) -> Sequence[Row[Any]]:
     """The jobs that have something on a node."""
-    here = (ranks.c.node == name) & (ranks.c.state != "exited")
-    wanted = select(jobs).where(jobs.c.id.in_(select(ranks.c.job).where(here))).order_by(jobs.c.number)
+    wanted = select(jobs).where(jobs.c.id.in_(select(ranks.c.job).where(on_node(name)))).order_by(jobs.c.number)
     return connection.execute(wanted).all()

@@ -14,6 +14,9 @@ from headway.cluster.scheduler.decisions import Decision, Reason, ReasonCode
 from headway.cluster.scheduler.placement import Kept, Placement
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
+STOPS = ("stop", "move", "resize")
+"""Decisions by which a job saves and stops. One that is resized starts again in its new size, which the next cycles
+choose: until it has exited, nobody can tell which GPUs are free."""
 Grant = tuple[tuple[str, tuple[str, ...]], ...]
 """Nodes and the ids of the GPUs used on each, in order of their ranks."""
 
@@ -23,7 +26,7 @@ class LiveDecision:
     """A decision by names: as it is recorded, applied and shown."""
 
     kind: str
-    """start, stop, move or reserve."""
+    """start, stop, move, resize or reserve."""
     job: str
     reason: Reason
     grant: Grant = ()
@@ -62,9 +65,10 @@ def placement_of(snapshot: ClusterSnapshot, grant: Grant) -> tuple[int, Placemen
 def grant_decisions(snapshot: ClusterSnapshot, holdings: Holdings, decisions: Sequence[Decision]) -> list[LiveDecision]:
     """Give each start of a cycle its GPU ids."""
     names = snapshot.jobs.names
-    stopped = [names[decision.job] for decision in decisions if decision.kind in ("stop", "move")]
+    stopped = [names[decision.job] for decision in decisions if decision.kind in STOPS]
     ending = [names[row] for row in snapshot.ending]
-    taken = holdings.held(holdings.grants)
+    starts = any(decision.kind == "start" for decision in decisions)
+    taken = holdings.held(holdings.grants) if starts else {}
     leaving = {node: set(ids) for node, ids in holdings.held(stopped).items()}
     cpus, memory = _unoccupied(snapshot, ending)
     live, waiting = list[LiveDecision](), [*stopped, *ending]
@@ -127,7 +131,7 @@ def kept_by_stopped(
                 short[node] = short.get(node, -float(free[nodes.rows[node]])) + float(need)
     kept = {}
     for decision in decisions:
-        if decision.kind in ("stop", "move"):
+        if decision.kind in STOPS:
             row, grant = jobs.rows[decision.job], holdings.grants[decision.job]
             counts = [len(set(ids) - given.get(node, set())) for node, ids in grant]
             cpus = [_keep(cpus_short, node, float(jobs.cpus[row])) for node, _ in grant]

@@ -7,30 +7,40 @@
     task.sh start.sh    its scripts
     lock pid exit       held while it runs; its process group; its exit status
     signals ended       signals sent so far; when it was told to end
+  scratch/<key>/        its private folder, which belongs to its user; as another user its task.sh is there
 """
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from headway.cluster.engines.engine import read_exit_report
+from headway.cluster.engines.engine import LaunchRequest, read_exit_report
 from headway.cluster.engines.local.jobs import is_locked
 from headway.cluster.engines.local.task_processes import LOCK_FD, boot_id, kill_task, reserve_lock_fd, start_lock
 from headway.cluster.engines.scripts import log_folder, log_path, replace_file, start_script, task_script
 from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.faults import WritePoints
+from headway.cluster.service.isolation import Isolation, make_scratch, remove_scratch, run_as, variables_of
 from headway.cluster.service.messages import StartReport, WantedStart
 from headway.cluster.service.node import Starts
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.run_progress import RunProgress, read_progress
+from headway.cluster.service.secret_files import names_of_files, write_secret_files
+from headway.cluster.service.uploaded_code import CodeStore, cached, unpack
 from headway.track.access import umask_of
+
+PROGRESS_S = 10.0
+"""Between looks at a run's records."""
 
 
 @dataclass
@@ -50,13 +60,27 @@ class _Start:
     sent: int = 0
     """Signals sent so far."""
     result: RankResult | None = None
+    folder: str | None = None
+    """Of the job, for its first rank; it may be a run's."""
+    progress: RunProgress | None = None
+    looked: float | None = None
+    """When the progress was read, by the monotonic clock."""
 
 
 class HostStarts(Starts):
     """Processes on this machine; for one thread."""
 
-    def __init__(self, folder: Path, points: WritePoints | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        points: WritePoints | None = None,
+        isolation: Isolation | None = None,
+        fetch: Callable[[str], bytes] | None = None,
+    ) -> None:
+        """`fetch` returns the uploaded code of a digest."""
         self._folder, self._points = folder, points or WritePoints()
+        self._isolation = isolation or Isolation()
+        self._code, self._fetch = CodeStore(folder / "code"), fetch
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "starts").mkdir(mode=0o700, parents=True, exist_ok=True)
         reserve_lock_fd()
@@ -70,27 +94,34 @@ class HostStarts(Starts):
             if start.result is None:
                 self._check(start)
         return [
-            StartReport(key, "running" if start.result is None else "exited", start.result)
+            StartReport(key, "running" if start.result is None else "exited", start.result, self._progress_of(start))
             for key, start in self._starts.items()
         ]
+
+    def _progress_of(self, start: _Start) -> RunProgress | None:
+        """The progress of the run of a job's first rank, read now and then."""
+        if start.result is not None or start.folder is None:
+            return None
+        now = time.monotonic()
+        if start.looked is None or now - start.looked >= PROGRESS_S:
+            start.looked, start.progress = now, read_progress(Path(start.folder))
+        return start.progress
 
     def begin(self, wanted: WantedStart) -> None:
         """See Starts. A start whose files are there, but which wrote no pid, never ran its command."""
         if wanted.key in self._starts:
             return
+        self._isolation.check(wanted.tenant)
         request = request_from_json(wanted.request)
-        job, own = wanted.key.split(":")[0], self._folder / "starts" / wanted.key
-        with umask_of(request.folder):
-            logs = log_folder(request.folder, job)
-            logs.mkdir(parents=True, exist_ok=True)
+        own = self._folder / "starts" / wanted.key
         own.mkdir(mode=0o700, exist_ok=True)
-        for name in ("pid", "exit", "end", "signals", "ended"):
+        for name in ("pid", "exit", "signals", "ended"):
             (own / name).unlink(missing_ok=True)
         start = _Start(wanted.key, own, boot_id(), time.time(), request.limit_s, request.grace_s)
-        (own / "task.sh").write_text(task_script(request))
-        (own / "start.sh").write_text(start_script(own / "task.sh", log_path(logs, wanted.number, wanted.rank), own))
+        start.folder = str(request.folder) if wanted.rank == 0 else None
+        self._write_scripts(wanted, request, own)
         self._points.reach("before start.json")
-        fields = {key: getattr(start, key) for key in ("key", "boot", "began", "limit_s", "grace_s")}
+        fields = {key: getattr(start, key) for key in ("key", "boot", "began", "limit_s", "grace_s", "folder")}
         replace_file(own / "start.json", to_json(fields).decode())
         self._points.reach("after start.json")
         variables = {
@@ -98,22 +129,67 @@ class HostStarts(Starts):
             "HEADWAY_MACHINE": str(wanted.rank),
             "HEADWAY_MACHINES": ",".join(wanted.machines),
             "HEADWAY_START": str(wanted.number),
+            "HEADWAY_SCRATCH": str(self._scratch(wanted.key)),
+            "HEADWAY_UPLOAD": str(self._scratch(wanted.key) / "code"),
             "PATH": os.defpath,
         }
-        variables |= {"HEADWAY_END": str(own / "end")} if len(wanted.machines) > 1 else {}
+        variables |= {"HEADWAY_END": str(self._scratch(wanted.key) / "end")} if len(wanted.machines) > 1 else {}
         variables |= {} if wanted.index is None else {"HEADWAY_ARRAY_INDEX": str(wanted.index)}
+        variables |= self._secrets(wanted, request)
         with umask_of(request.folder), start_lock(own / "lock"):
             self._children[wanted.key] = subprocess.Popen(
                 ["bash", str(own / "start.sh")],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**variables, **(wanted.secrets or {})},
+                env=variables,
                 pass_fds=[LOCK_FD],
                 start_new_session=True,
             )
         self._starts[wanted.key] = start
         self._points.reach("after the process")
+
+    def _write_scripts(self, wanted: WantedStart, request: LaunchRequest, own: Path) -> None:
+        """Write the scripts of a start. Another user's task makes its log itself: nothing of ours writes where it can
+        put links."""
+        user, scratch = self._isolation.user(wanted.tenant), self._scratch(wanted.key)
+        make_scratch(scratch, user)
+        if "code" in request.site:
+            assert self._fetch is not None, "whoever runs jobs can fetch their code"
+            unpack(cached(self._code, request.site["code"], self._fetch), scratch / "code", user)
+        logs = log_folder(request.folder, wanted.key.split(":")[0])
+        log, enter = log_path(logs, wanted.number, wanted.rank), list[str]()
+        if self._isolation.cgroups is not None:
+            entries = self._isolation.cgroups.create(wanted.key, request.cpus, request.memory_bytes)
+            enter = [f'echo "$BASHPID" >{shlex.quote(str(entry))}' for entry in entries]
+        if user is None:
+            with umask_of(request.folder):
+                logs.mkdir(parents=True, exist_ok=True)
+            (own / "task.sh").write_text(task_script(request))
+            (own / "start.sh").write_text(start_script(own / "task.sh", log, own, first=enter))
+            return
+        first = [f"mkdir -p -- {shlex.quote(str(logs))} || exit 1", f"exec >>{shlex.quote(str(log))} 2>&1 || exit 1"]
+        request = replace(request, environment={**request.environment, **variables_of(user)})
+        task = scratch / "task.sh"
+        task.write_text(task_script(request, first))
+        task.chmod(0o644)  # only its user gets to it, through the folder
+        null = Path(os.devnull)
+        (own / "start.sh").write_text(start_script(task, null, own, first=enter, run_as=run_as(user)))
+
+    def _scratch(self, key: str) -> Path:
+        return self._folder / "scratch" / key
+
+    def _secret_folder(self, key: str) -> Path:
+        return self._folder / "secrets" / key
+
+    def _secrets(self, wanted: WantedStart, request: LaunchRequest) -> dict[str, str]:
+        """The secrets of a start as variables: their values, or the files that have them."""
+        values, filed = dict(wanted.secrets or {}), names_of_files(request)
+        files = {name: values.pop(name) for name in filed if name in values}
+        if not files:
+            return values
+        user = self._isolation.user(wanted.tenant)
+        return values | write_secret_files(self._secret_folder(wanted.key), files, user)
 
     def signal(self, key: str, numbers: tuple[int, ...]) -> None:
         """See Starts."""
@@ -138,6 +214,8 @@ class HostStarts(Starts):
     def kill(self, key: str) -> None:
         """See Starts."""
         self._kill(self._starts[key], signal.SIGKILL)
+        if self._isolation.cgroups is not None:
+            self._isolation.cgroups.kill(key)
 
     def forget(self, key: str) -> None:
         """See Starts."""
@@ -145,6 +223,10 @@ class HostStarts(Starts):
         self._points.reach("before forgetting")
         (start.own / "start.json").unlink(missing_ok=True)  # first: half a folder is no start
         shutil.rmtree(start.own, ignore_errors=True)
+        remove_scratch(self._scratch(key))
+        remove_scratch(self._secret_folder(key))
+        if self._isolation.cgroups is not None:
+            self._isolation.cgroups.remove(key)
 
     def accept(self, epoch: int, cluster: str) -> bool:
         """See Starts."""
@@ -171,7 +253,9 @@ class HostStarts(Starts):
         if not is_locked(start.own / "lock") if child is None else child.poll() is not None:
             self._children.pop(start.key, None)
             self._kill(start, signal.SIGKILL, our_child=child is not None)  # what the command has left behind
-            start.result = _result(start)
+            if self._isolation.cgroups is None or self._isolation.cgroups.kill(start.key):
+                start.result = _result(start, self._scratch(start.key) / "end")
+                remove_scratch(self._secret_folder(start.key))
             return
         now = time.time()
         deadline = None if start.limit_s is None else start.began + start.limit_s
@@ -196,10 +280,10 @@ class HostStarts(Starts):
         return kill_task(start.own, start.boot, number, our_child=is_child)
 
 
-def _result(start: _Start) -> RankResult:
+def _result(start: _Start, end: Path) -> RankResult:
     """How a start ended, by the files that it left."""
     after_s = None if start.warned is None else start.warned - start.began
-    reported = read_exit_report(start.own / "end")
+    reported = read_exit_report(end)
     try:
         status: int | None = int((start.own / "exit").read_text())
     except (OSError, ValueError):

@@ -4,16 +4,21 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from headway.cluster.scheduler.jobs import Job
 from headway.cluster.service.cycle import MAX_GAP_S, run_cycle
 from headway.cluster.service.decider import DeciderProcess
 from headway.cluster.service.faults import NODE_VARIABLE, VARIABLE
 from headway.cluster.service.folds import EVERY_LINES, move_history, take_fold
+from headway.cluster.service.metrics import ServiceMetrics
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.store import DamagedRecord, ServiceStore, Superseded
+from headway.cluster.service.webhooks import Webhook, WebhookFollower
 from headway.errors import EngineError, HeadwayError
 
 AGENT_CHECK_S = 0.5
@@ -33,14 +38,23 @@ class LiveService:
         log: Callable[[str], None],
         decider: DeciderProcess | None = None,
         history: Path | None = None,
+        webhooks: Sequence[Webhook] = (),
     ) -> None:
         """`history` is the folder for lines of the record that no start needs any more."""
+        self.metrics = ServiceMetrics()
         self.store, self.plane, self.stopping = store, plane, threading.Event()
         self._log, self._decider, self._history = log, decider or DeciderProcess(), history
+        self._advisor = decider or DeciderProcess()
+        """Answers questions, which may take long, beside the one that decides."""
         self._agents: dict[str, tuple[list[str], subprocess.Popen[bytes]]] = {}
         self._threads = [
             threading.Thread(target=run, name=run.__name__)
             for run in (self._run_cycles, self._keep_agents, self._keep_folds)
+        ]
+        followers = [WebhookFollower(webhook, lambda: self.plane.lines, self._count_webhook) for webhook in webhooks]
+        self._threads += [
+            threading.Thread(target=follower.run, args=(self.stopping,), name="webhook", daemon=True)
+            for follower in followers
         ]
         self.failure: HeadwayError | None = None
         """Why the service had to end, if it had to."""
@@ -85,12 +99,19 @@ class LiveService:
         """Explain the state of a job: by the scheduler if it waits there, else by what is recorded."""
         waits = job["state"] == "waiting" and not job["held"] and job["offered"]
         if waits:
-            return job | {"why": self._decider.why(self.plane.lines, self.plane.now_s, job["id"])}
+            return job | {"why": self._advisor.why(self.plane.lines, self.plane.now_s, job["id"])}
         return job | {"why": None}
+
+    def simulate(self, job: Job | None, policy: str | None) -> dict[str, Any]:
+        """What a new job or another policy would change."""
+        return self._advisor.simulate(self.plane.lines, self.plane.now_s, job, policy)
 
     def tenant_usage(self) -> dict[str, Any]:
         """What tenants hold, wait for and have spent this month."""
-        return self._decider.tenants(self.plane.lines, self.plane.now_s)
+        return self._advisor.tenants(self.plane.lines, self.plane.now_s)
+
+    def _count_webhook(self, outcome: str, count: int) -> None:
+        self.metrics.webhooks.labels(outcome).inc(count)
 
     def _run_cycles(self) -> None:
         outdated = False
@@ -98,16 +119,19 @@ class LiveService:
             if not outdated:
                 self.plane.changed.wait(MAX_GAP_S)
             self.plane.changed.clear()
+            began = time.monotonic()
             try:
-                if outdated:  # what interferes waits, this time
-                    with self.store.lock:
-                        outdated = run_cycle(self.plane, self._decider).outdated
-                else:
-                    outdated = run_cycle(self.plane, self._decider).outdated
+                with self.store.lock if outdated else nullcontext():  # what interferes waits, the second time
+                    report = run_cycle(self.plane, self._decider)
+                outdated = report.outdated
+                self.metrics.cycle_s.observe(time.monotonic() - began)
+                self.metrics.started.inc(report.started)
+                self.metrics.stopped.inc(report.stopped)
             except (Superseded, DamagedRecord) as error:
                 self.failure = error
                 self.stopping.set()
             except EngineError as error:
+                self.metrics.failures.inc()
                 self._log(f"{error.message}; trying again")
                 self.stopping.wait(RETRY_S)
 
@@ -123,4 +147,5 @@ class LiveService:
         for _, agent in self._agents.values():
             agent.wait()
         self._decider.close()
+        self._advisor.close()
         self.store.close()

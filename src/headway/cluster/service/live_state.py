@@ -8,6 +8,7 @@ Each line is one JSON object with the time `at` and one of these keys:
     running      the nodes of a starting job have confirmed that it runs
     stopping     a user had a running job stopped
     exited       a job has exited, and waits `again` or is over; `saved` if its work up to then counts
+    saves        a running job reports its saves: the age of the newest of this start, `age_s`, if there is one
     priority     a job has another priority, `to`
     hold, unhold a user took a waiting job out of the queue, or put it back
     node         a node is healthy, draining or quarantined
@@ -28,7 +29,7 @@ import numpy as np
 
 from headway.cluster.scheduler.decide import decide
 from headway.cluster.scheduler.history import JobHistory
-from headway.cluster.scheduler.jobs import Job, job_from_json
+from headway.cluster.scheduler.jobs import ANY_POOL, Job, job_from_json
 from headway.cluster.scheduler.nodes import STATES
 from headway.cluster.scheduler.policies import POLICIES
 from headway.cluster.scheduler.policy import Policy
@@ -54,6 +55,8 @@ class LiveState:
     snapshot: ClusterSnapshot = field(default_factory=ClusterSnapshot)
     holdings: Holdings = field(default_factory=Holdings)
     history: JobHistory = field(default_factory=JobHistory)
+    pool_tenants: tuple[tuple[str, ...] | None, ...] = ()
+    """Whose jobs the nodes of each pool run; None: all."""
     policy: Policy = POLICIES["headway"]
 
     def to_json(self) -> str:
@@ -63,6 +66,7 @@ class LiveState:
             "policy": self.policy.name,
             "ids": self.holdings.ids,
             "grants": self.holdings.grants,
+            "pool_tenants": self.pool_tenants,
             "history": self.history.to_json(),
         }
         return json.dumps(values)[:-1] + f', "snapshot": {self.snapshot.to_json(None)}}}'
@@ -78,7 +82,13 @@ class LiveState:
             {job: tuple((node, tuple(ids)) for node, ids in grant) for job, grant in values["grants"].items()},
         )
         snapshot = ClusterSnapshot.from_values(values["snapshot"])
-        return cls(snapshot, holdings, JobHistory.from_json(values["history"]), POLICIES[values["policy"]])
+        return cls(
+            snapshot,
+            holdings,
+            JobHistory.from_json(values["history"]),
+            policy=POLICIES[values["policy"]],
+            pool_tenants=tuple(values["pool_tenants"]),
+        )
 
     def apply_all(self, lines: Iterable[Line]) -> None:
         """Update the state by lines of the record; jobs that were submitted together are added together."""
@@ -91,8 +101,8 @@ class LiveState:
 
     def _submitted(self, at: float, submitted: list[Job]) -> None:
         self.snapshot.advance(max(at, self.snapshot.now_s))
-        self.snapshot.submit(submitted)
-        for job in submitted:
+        for row, job in zip(self.snapshot.submit(submitted), submitted, strict=True):
+            self.snapshot.jobs.pools[row] = self._pools_of(job.tenant)
             self.history.submitted(job)
 
     def apply(self, line: Line) -> None:
@@ -110,6 +120,10 @@ class LiveState:
             snapshot.confirm(snapshot.jobs.rows[line["running"]])
         elif "stopping" in line:
             snapshot.tell_to_stop(snapshot.jobs.rows[line["stopping"]])
+        elif "saves" in line:
+            row = snapshot.jobs.rows[line["saves"]]
+            if snapshot.jobs.running[row]:
+                snapshot.note_save(row, line["age_s"])
         elif "priority" in line:
             snapshot.jobs.priority[snapshot.jobs.rows[line["priority"]]] = line["to"]
         elif "hold" in line:
@@ -156,6 +170,11 @@ class LiveState:
             self.history.departed(name)
         snapshot.end(row)
 
+    def _pools_of(self, tenant: str) -> int:
+        """The pools that a tenant's jobs may use, as bits."""
+        able = [only is None or tenant in only for only in self.pool_tenants]
+        return ANY_POOL if all(able) else sum(1 << number for number, usable in enumerate(able) if usable)
+
     def _set_maintenance(self, name: str, away_s: float | None, back_s: float | None) -> None:
         nodes = self.snapshot.nodes
         if name in nodes.rows:
@@ -167,7 +186,7 @@ class LiveState:
     def _set_cluster(self, cluster: Line) -> None:
         """Build the cluster, or change it under the jobs that it has."""
         self.policy = POLICIES[cluster["policy"]]
-        values = json.loads(self.snapshot.to_json())
+        values = json.loads(self.snapshot.to_json(None))
         pools, place_of = _pools(cluster["nodes"])
         names_of = {number: pool["nodes"] for number, pool in enumerate(values["pools"])}
         for pool in pools:
@@ -176,7 +195,9 @@ class LiveState:
             }
             pool["away"] = [window for old in values["pools"] for window in old["away"] if window[0] in pool["nodes"]]
             pool["state"] = [before.get(name, "draining") for name in pool["nodes"]]
+        self.pool_tenants = tuple(pool.pop("tenants") for pool in pools)
         for job in values["jobs"]:
+            job["pools"] = self._pools_of(job["tenant"])
             for key in ("place", "kept"):
                 if key in job:
                     moved = [place_of[names_of[job[key]["pool"]][node]] for node in job[key]["nodes"]]
@@ -190,18 +211,18 @@ class LiveState:
             | {"budget_gpu_s": 3600 * tenant["budget_gpu_h"] if tenant.get("budget_gpu_h") else "inf"}
             for tenant in cluster["tenants"]
         ]
-        self.snapshot = ClusterSnapshot.from_json(json.dumps(values | {"pools": pools}))
+        self.snapshot = ClusterSnapshot.from_values(values | {"pools": pools})
         self.holdings.ids = {node["name"]: tuple(node["gpus"]) for node in cluster["nodes"]}
 
 
 def _pools(nodes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, tuple[int, int]]]:
-    """Return pools of nodes of one chip and size, and where each node is: pool and number."""
-    pools: dict[tuple[str, int], dict[str, Any]] = {}
+    """Return pools of nodes of one chip, size and tenants, and where each is: pool and number."""
+    pools: dict[tuple[str, int, tuple[str, ...] | None], dict[str, Any]] = {}
     places = {}
     for node in nodes:
-        key = node["chip"], len(node["gpus"])
-        empty: dict[str, Any] = {"chip": key[0], "size": key[1], "nodes": [], "domains": {}, "limits": []}
-        pool = pools.setdefault(key, empty)
+        key = node["chip"], len(node["gpus"]), tuple(node["tenants"]) if "tenants" in node else None
+        empty: dict[str, Any] = {"nodes": [], "domains": {}, "limits": []}
+        pool = pools.setdefault(key, {"chip": key[0], "size": key[1], "tenants": key[2], **empty})
         places[node["name"]] = list(pools).index(key), len(pool["nodes"])
         pool["nodes"].append(node["name"])
         pool["limits"].append([node["name"], node["cpus"], node["memory_bytes"]])

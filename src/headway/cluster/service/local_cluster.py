@@ -17,7 +17,7 @@ from headway.cluster.service.tables import facts
 from headway.cluster.service.tenant_changes import tenants_at_start
 from headway.cluster.simulate.site import read_site
 from headway.errors import UsageError
-from headway.hardware import devices
+from headway.hardware import devices, gpu_uuids
 
 DEFAULT_TENANTS: list[dict[str, Any]] = [{"name": "default"}]
 """One that may use everything."""
@@ -27,7 +27,7 @@ _EMULATED = re.compile(r"([1-9][0-9]{0,2})x([0-9]{1,2})")
 
 def this_machine(gpus: int | None = None, cpus: int | None = None) -> dict[str, Any]:
     """This machine as a node; `gpus` and `cpus` limit what jobs may use."""
-    ids = local_gpus()
+    ids = tuple(gpu_uuids()) or local_gpus()
     if gpus is not None:
         if gpus > len(ids) and ids:
             raise UsageError(f"this machine has {len(ids)} GPUs, not {gpus}", hint=f"--gpus {len(ids)} or fewer")

@@ -11,6 +11,10 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.run_progress import RunProgress
+
+PROTOCOL = 1
+"""Version of what is said here: nodes and service must agree."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class StartReport:
     """JOB:START:RANK."""
     state: Literal["running", "exited"]
     result: RankResult | None = None
+    progress: RunProgress | None = None
+    """Of a training run, by the node of its first rank."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class WantedStart:
     """Signals to send, in order: those that it has not sent yet."""
     secrets: dict[str, str] | None = field(default_factory=dict)
     """Values of secret variables; None if the service has lost them."""
+    tenant: str = ""
+    """Whose job it is."""
 
 
 @dataclass(frozen=True)

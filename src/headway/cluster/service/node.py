@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 
 from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart
 from headway.cluster.service.outcome import RankResult
+from headway.errors import EngineUnreachable, HeadwayError
 
 
 class Starts(ABC):
@@ -48,12 +49,14 @@ class ClusterNode:
         self.name, self._starts = name, starts
         self._refused: dict[str, RankResult] = {}
         """Starts that will never begin here, until the service has heard of it."""
+        self.problems: tuple[str, ...] = ()
+        """Why it should get no jobs."""
 
     def report(self) -> NodeReport:
         """Everything that runs here or has exited."""
         known = self._starts.report()
         refused = [StartReport(key, "exited", result) for key, result in self._refused.items()]
-        return NodeReport(self.name, (*known, *refused))
+        return NodeReport(self.name, (*known, *refused), self.problems)
 
     def obey(self, orders: NodeOrders, age_s: float = 0.0) -> bool:
         """Carry out orders; False if they come from a service that is not the newest. `age_s` is the time since the
@@ -95,6 +98,10 @@ class ClusterNode:
         else:
             try:
                 self._starts.begin(order)
+            except EngineUnreachable:  # its code cannot be fetched now: the next orders repeat it
+                return
+            except HeadwayError as error:
+                self._refused[order.key] = RankResult(error=error.message)
             except OSError as error:
                 where = f": {error.filename}" if error.filename else ""
                 self._refused[order.key] = RankResult(error=f"{error.strerror}{where}")

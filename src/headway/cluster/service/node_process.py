@@ -5,22 +5,25 @@ it began, and jobs go on: the next one finds them.
 """
 
 import fcntl
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from pydantic_core import to_jsonable_python
 
 from headway.cluster.service.connection import ServiceConnection
 from headway.cluster.service.faults import write_points
 from headway.cluster.service.host_starts import HostStarts
-from headway.cluster.service.messages import ORDERS
+from headway.cluster.service.isolation import Isolation
+from headway.cluster.service.messages import ORDERS, PROTOCOL
 from headway.cluster.service.node import ClusterNode
-from headway.errors import EngineError, HeadwayError
+from headway.cluster.service.node_health import CHECK_S, look, problems
+from headway.errors import EngineUnreachable, HeadwayError
 
 BUSY_S, IDLE_S = 0.1, 2.0
 """How long orders may take to come while jobs run here, whose exits must be reported, and while none do."""
@@ -36,32 +39,48 @@ def main() -> int:
     return run_agent(name, Path(place), connection, lambda: os.getppid() == parent)
 
 
-def run_agent(name: str, folder: Path, connection: ServiceConnection, go_on: Callable[[], bool]) -> int:
-    """Report and obey for as long as `go_on` says so; then jobs go on, and the next agent of the folder finds them."""
+def run_agent(
+    name: str,
+    folder: Path,
+    connection: ServiceConnection,
+    go_on: Callable[[], bool],
+    spec: Mapping[str, Any] | None = None,
+    isolation: Isolation | None = None,
+) -> int:
+    """Report and obey for as long as `go_on` says so; then jobs go on, and the next agent of the folder finds them.
+
+    `spec` is what the node has, which is then looked after; without `isolation` jobs run as this process's user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if isolation is not None and isolation.users:
+        folder.chmod(0o711)  # other users get through it to their scratch folders
     with (folder / "lock").open("w") as lock:
         while not _locked(lock):  # the agent before this one may be about to end
             if not go_on():
                 return 0
             time.sleep(RETRY_S)
-        starts = HostStarts(folder, write_points())
+        starts = HostStarts(
+            folder, write_points(), isolation, lambda digest: connection.get_bytes(f"/api/v1/code/{digest}")
+        )
         agent = ClusterNode(name, starts)
         version: int | None = None
         sent: object = None
+        told, checked = "", -math.inf
         while go_on():
-            report = to_jsonable_python(agent.report())
             sent_at = time.monotonic()
+            if spec is not None and sent_at > checked + CHECK_S:
+                agent.problems, checked = problems(spec, look(spec, folder)), sent_at
+            report = to_jsonable_python(agent.report())
             wait_s = 0.0 if report != sent else BUSY_S if starts.busy else IDLE_S
             try:
-                answer = connection.post("/api/v1/sync", {"report": report, "version": version, "wait_s": wait_s})
-            except EngineError:
-                version = None
-                time.sleep(RETRY_S)
-                continue
+                fields = {"report": report, "protocol": PROTOCOL}
+                answer = connection.post("/api/v1/sync", fields | {"version": version, "wait_s": wait_s})
             except HeadwayError as error:
-                print(f"node {name}: {error.message}", file=sys.stderr, flush=True)
-                time.sleep(10 * RETRY_S)
+                if error.message != told:  # once, however long it lasts
+                    print(f"node {name}: {error.message}", file=sys.stderr, flush=True)
+                told, version = error.message, None
+                time.sleep(RETRY_S if isinstance(error, EngineUnreachable) else 10 * RETRY_S)
                 continue
+            told = ""
             version, sent = answer["version"], report
             if not agent.obey(ORDERS.validate_python(answer["orders"]), time.monotonic() - sent_at):
                 print(

@@ -19,6 +19,15 @@ def node_state(*, reports: bool, fenced: bool, cordoned: bool, problems: Sequenc
     return "draining" if cordoned else "healthy"
 
 
+def node_reason(state: str, *, cordoned: bool, problems: Sequence[str]) -> str:
+    """Why a node gets no new jobs, in a few words; empty if it gets some."""
+    if state == "healthy":
+        return ""
+    if state == "quarantined":
+        return "; ".join(problems)
+    return "cordoned" if cordoned else "its agent does not report"
+
+
 def unwanted_starts(report: NodeReport, wanted: Iterable[str]) -> list[str]:
     """What runs on a node although the service does not want it any more: until it has ended, nothing else starts."""
     known = set(wanted)

@@ -8,25 +8,29 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from secrets import token_bytes
 from typing import Any
 
-from sqlalchemy import Row, delete, func, insert, or_, select, update
+from sqlalchemy import Row, bindparam, delete, func, insert, or_, select, update
 
 from headway.cluster.engines.engine import CANCELLED, OVER, LaunchRequest, cannot_signal
 from headway.cluster.scheduler.nodes import DRAIN_LEAD_S
+from headway.cluster.service.audit import describe
 from headway.cluster.service.demand import EmptyCluster, job_of, tenant_of
 from headway.cluster.service.exits import finish_if_exited
-from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet
+from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet, is_elsewhere
+from headway.cluster.service.granted_starts import grant_starts
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart, start_key
 from headway.cluster.service.new_jobs import NewJob, queue_jobs
+from headway.cluster.service.node_changes import NodeChanges
 from headway.cluster.service.node_state import node_state, unwanted_starts
 from headway.cluster.service.offers import find_offers, record_offers
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.record_lines import RecordLines
+from headway.cluster.service.run_progress import RunProgress
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
@@ -35,6 +39,19 @@ from headway.errors import EngineError, UsageError
 
 ALIVE = ("starting", "running", "ending")
 RESULT = RankResult.__dataclass_fields__
+
+_KNOWN: Any = (
+    select(nodes.c.name, nodes.c.state, *node_conditions.c["cordoned", "problems", "fingerprint"])
+    .select_from(nodes.outerjoin(node_conditions, node_conditions.c.name == nodes.c.name))
+    .where(nodes.c.name == bindparam("name"))
+)
+"""State and conditions of a node."""
+_WANTED: Any = (
+    select(*ranks.c, jobs.c.request, jobs.c.array, jobs.c.tenant, jobs.c.state.label("job_state"))
+    .join(jobs, jobs.c.id == ranks.c.job)
+    .where((ranks.c.node == bindparam("name")) & ranks.c.state.in_(("issued", "running")))
+)
+"""The starts that a node should know."""
 
 
 class ControlPlane:
@@ -60,8 +77,14 @@ class ControlPlane:
         self.secrets = secrets or SecretStore(token_bytes(KEY_BYTES))
         self.fleet = Fleet(store, self, speed=speed, give_up_after_s=give_up_after_s, monotonic=monotonic)
         """The nodes, for operators."""
-        self.changes, self.changed = 0, threading.Event()
-        """Grows with every change that nodes or the scheduler should look at, which the event then tells."""
+        self.node_changes, self.changed = NodeChanges(), threading.Event()
+        """Changes that nodes should look at, and whether the scheduler should."""
+        self.progress: dict[str, RunProgress] = {}
+        """Of running jobs that report it, since this service has started."""
+        self._saves: dict[str, tuple[str, int | None]] = {}
+        """Start and step of the newest recorded save of these."""
+        self._heard: dict[str, tuple[int, str | None, NodeReport, NodeOrders]] = {}
+        """What each node last reported at which version, as whom, and its orders: repeating it needs no database."""
 
     @property
     def now_s(self) -> float:
@@ -73,9 +96,9 @@ class ControlPlane:
         """Unix seconds."""
         return self._clock()
 
-    def note_change(self) -> None:
-        """Have nodes and the scheduler look again."""
-        self.changes += 1
+    def nodes_changed(self, names: Iterable[str] | None = None) -> None:
+        """Have the scheduler look again, and those of these nodes (None: all) for which something has changed."""
+        self.node_changes.note(names)
         self.changed.set()
 
     @property
@@ -103,6 +126,11 @@ class ControlPlane:
         with self._store.write() as transaction:
             known = {row.name: json.loads(row.spec) for row in transaction.execute(select(nodes))}
             for spec in specs:
+                if is_elsewhere(transaction, spec["name"]):
+                    raise UsageError(
+                        f"node '{spec['name']}' has joined from elsewhere, and this machine has the same name",
+                        hint="--no-local-node, or headway node remove it",
+                    )
                 if spec["name"] not in known:
                     values = {"name": spec["name"], "spec": json.dumps(spec), "state": "draining"}
                     transaction.execute(insert(nodes).values(values))
@@ -113,13 +141,24 @@ class ControlPlane:
             values = {"nodes": list(known.values()), "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
             if self._cluster is None:
                 transaction.add_lines([{"at": self.now_s, "calendar": self._clock()}])
-            cluster = self._record_cluster(transaction, values)
+            cluster = self._record_cluster(transaction, values, whole=known.keys() == {spec["name"] for spec in specs})
         self._cluster = cluster
         with self._store.read() as connection:
             elsewhere = select(node_conditions.c.name).where(node_conditions.c.fingerprint.is_not(None))
             self.fleet.silence.hear(*(spec["name"] for spec in specs), *connection.execute(elsewhere).scalars())
-        self.note_change()
+        self.nodes_changed()
         return unchanged
+
+    def record_nodes(self, transaction: Transaction) -> None:
+        """Record that nodes have joined or are gone."""
+        specs = transaction.execute(select(nodes.c.spec).order_by(nodes.c.name)).scalars()
+        values = self.cluster.values | {"nodes": [json.loads(spec) for spec in specs]}
+        self._cluster = self._record_cluster(transaction, values, whole=False)
+
+    def node_joined(self, name: str) -> None:
+        """Expect reports of a node."""
+        self.fleet.silence.hear(name)
+        self.nodes_changed()
 
     def change_tenants(self, change: Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]) -> None:
         """Replace the tenants by what `change` makes of them; their running jobs go on."""
@@ -127,9 +166,11 @@ class ControlPlane:
             before = self.cluster.values
             cluster = self._record_cluster(transaction, before | {"tenants": list(change(before["tenants"]))})
         self._cluster = cluster
-        self.note_change()
+        self.nodes_changed()
 
-    def _record_cluster(self, transaction: Transaction, values: Mapping[str, Any]) -> EmptyCluster:
+    def _record_cluster(
+        self, transaction: Transaction, values: Mapping[str, Any], *, whole: bool = True
+    ) -> EmptyCluster:
         """Record nodes, tenants and policy if they have changed; UsageError if they do not fit together."""
         used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
         gone = used - {tenant["name"] for tenant in values["tenants"]}
@@ -137,7 +178,7 @@ class ControlPlane:
             raise UsageError(
                 f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
             )
-        cluster = EmptyCluster(values)
+        cluster = EmptyCluster(values, whole=whole)
         transaction.execute(delete(tenant_secrets).where(tenant_secrets.c.tenant.not_in(cluster.tenants)))
         if cluster.values != self._store.lines.cluster:
             transaction.add_lines([{"at": self.now_s, "cluster": cluster.values}])
@@ -169,7 +210,8 @@ class ControlPlane:
             for new, names in queued.added:
                 tenant = tenant_of(new.request, tenants)
                 self._keep_secrets(transaction, new.request, names, tenant, new.secrets)
-        self.note_change()
+            describe(f"jobs {', '.join(queued.ids)}")
+        self.nodes_changed(())
         return queued.ids
 
     def _keep_secrets(
@@ -205,7 +247,7 @@ class ControlPlane:
                     drop_job_secrets(transaction, row.id)
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "exited": row.id}])
-        self.note_change()
+        self.nodes_changed(transaction.nodes)
 
     def hold(self, name: str, held: bool = True) -> bool:
         """Keep waiting jobs from starting, or release them; False if there is nothing to do."""
@@ -217,7 +259,7 @@ class ControlPlane:
                     transaction.execute(update(jobs).where(jobs.c.id == row.id).values(held=held))
                     if row.offered:
                         transaction.add_lines([{"at": self.now_s, "hold" if held else "unhold": row.id}])
-        self.note_change()
+        self.nodes_changed(())
         return done
 
     def set_priority(self, name: str, priority: int) -> bool:
@@ -232,7 +274,7 @@ class ControlPlane:
                 transaction.execute(update(jobs).where(jobs.c.id == row.id).values(demand=text))
                 if row.offered:
                     transaction.add_lines([{"at": self.now_s, "priority": row.id, "to": priority}])
-        self.note_change()
+        self.nodes_changed(())
         return done
 
     def signal(self, name: str, number: int) -> None:
@@ -247,7 +289,7 @@ class ControlPlane:
                 for rank in transaction.execute(select(ranks).where(where)).all():
                     sent = json.dumps([*json.loads(rank.signals), int(signal.Signals(number))])
                     transaction.execute(update(ranks).where(where & (ranks.c.rank == rank.rank)).values(signals=sent))
-        self.note_change()
+        self.nodes_changed()
 
     def _rows(self, transaction: Transaction, name: str) -> list[Row[Any]]:
         """The job of an id, or the tasks of an array."""
@@ -261,6 +303,7 @@ class ControlPlane:
             transaction.add_lines([{"at": self.now_s, "stopping": row.id}])
         mine = (ranks.c.job == row.id) & (ranks.c.start == row.starts)
         transaction.execute(update(ranks).where(mine & (ranks.c.state == "granted")).values(state="exited"))
+        transaction.nodes.update(transaction.execute(select(ranks.c.node).where(mine)).scalars())
         self.finish_job(transaction, row.id)
 
     def stop_job(self, transaction: Transaction, row: Row[Any], why: str) -> None:
@@ -269,35 +312,90 @@ class ControlPlane:
 
     def finish_job(self, transaction: Transaction, name: str) -> None:
         """See JobControl."""
+        self.progress.pop(name, None)
         finish_if_exited(transaction, name, self.now_s, self._clock())
 
     # -- what nodes report
 
-    def sync(self, report: NodeReport) -> NodeOrders:
-        """Take a node's report, and return everything that is wanted of it."""
+    def sync(self, report: NodeReport, peer: str | None = None) -> NodeOrders:
+        """Take a node's report, and return everything that is wanted of it. `peer` is the fingerprint of the
+        certificate that was shown; this machine's own nodes have none."""
+        version = self.node_changes.version(report.node)
+        heard = self._heard.get(report.node)
+        if heard is not None and heard[:3] == (version, peer, report):
+            self.fleet.silence.hear(report.node)
+            return heard[3]
         with self._store.read() as connection:
-            known = connection.execute(_known(report.node)).first()
-            rows = _by_key(connection.execute(_wanted(report.node)).all())
+            known = connection.execute(_KNOWN, {"name": report.node}).first()
+            rows = _by_key(connection.execute(_WANTED, {"name": report.node}).all())
         if known is None:
-            raise UsageError(f"unknown node '{report.node}'")
+            raise UsageError(f"unknown node '{report.node}'", hint="it was removed: headway node join")
+        if known.fingerprint != peer:
+            raise UsageError(
+                f"whoever reports for node '{report.node}' has another certificate than it",
+                hint="a node reports for itself only; has it been replaced?",
+            )
         self.fleet.silence.hear(report.node)
         problems = json.dumps(report.problems)
-        if _news(report, rows) or known.state != _state(report, rows, known) or (known.problems or "[]") != problems:
+        saves = self._take_progress(report, rows)
+        if (
+            saves
+            or _news(report, rows)
+            or known.state != _state(report, rows, known)
+            or (known.problems or "[]") != problems
+        ):
             with self._store.write() as transaction:  # with what holds now: it may have been given up meanwhile
-                known = transaction.execute(_known(report.node)).one()
-                rows = _by_key(transaction.execute(_wanted(report.node)).all())
+                known = transaction.execute(_KNOWN, {"name": report.node}).one()
+                rows = _by_key(transaction.execute(_WANTED, {"name": report.node}).all())
                 self.fleet.set_problems(transaction, report.node, problems)
                 self.fleet.set_state(transaction, report.node, _state(report, rows, known))
+                transaction.add_lines([line for line in saves if self._runs(transaction, line["saves"])])
                 for start in _news(report, rows):
                     self._take_report(transaction, rows[start.key], start.state, start.result)
-                rows = _by_key(transaction.execute(_wanted(report.node)).all())
-            self.note_change()
+                rows = _by_key(transaction.execute(_WANTED, {"name": report.node}).all())
+            self.nodes_changed({report.node, *transaction.nodes})
         if unwanted_starts(report, rows):  # they are killed first
             begun = {start.key for start in report.starts}
             rows = {key: row for key, row in rows.items() if key in begun}
         values = self._secret_values(list(rows.values()))
         starts = tuple(_wanted_start(row, values) for row in rows.values())
-        return NodeOrders(self._store.epoch, self._store.cluster, starts, self.fleet.give_up_after_s)
+        orders = NodeOrders(self._store.epoch, self._store.cluster, starts, self.fleet.give_up_after_s)
+        if not any(values.values()):
+            self._heard[report.node] = version, peer, report, orders
+        return orders
+
+    def check_code(self, digest: str, peer: str | None) -> None:
+        """Raise UsageError unless a node has a job with this code; this machine's own nodes are trusted with all."""
+        if peer is None:
+            return
+        mine = node_conditions.c.fingerprint == peer
+        on = ranks.join(node_conditions, node_conditions.c.name == ranks.c.node).join(jobs, jobs.c.id == ranks.c.job)
+        wanted = select(jobs.c.request).select_from(on).where(mine & (ranks.c.state != "exited"))
+        with self._store.read() as connection:
+            requests = connection.execute(wanted).scalars().all()
+        if not any(json.loads(request)["site"].get("code") == digest for request in requests):
+            raise UsageError(f"no job on this node has code {digest[:12]}")
+
+    def _take_progress(self, report: NodeReport, rows: Mapping[str, Row[Any]]) -> list[dict[str, Any]]:
+        """Remember the progress that a node reports; return the lines of new saves."""
+        lines = []
+        for start in report.starts:
+            row = rows.get(start.key)
+            if start.progress is None or row is None or row.job_state != "running":
+                continue
+            key, before = f"{row.job}:{row.start}", self.progress.get(row.job)
+            if self._saves.get(row.job) != (key, start.progress.saved_step) or before is None:
+                saved = start.progress.saved_unix_s
+                age_s = None if saved is None else max(self._clock() - saved, 0.0) * self._speed
+                lines.append({"at": self.now_s, "saves": row.job, "age_s": age_s})
+                self._saves[row.job] = key, start.progress.saved_step
+            self.progress[row.job] = start.progress
+        return lines
+
+    @staticmethod
+    def _runs(transaction: Transaction, name: str) -> bool:
+        running = (jobs.c.id == name) & (jobs.c.state == "running")
+        return transaction.execute(select(jobs.c.id).where(running)).first() is not None
 
     def _secret_values(self, rows: Sequence[Row[Any]]) -> dict[str, dict[str, str] | None]:
         """The values of the jobs that a node is to start, by id; None if they cannot be read."""
@@ -348,7 +446,7 @@ class ControlPlane:
             for name in record_offers(transaction, offers, self.now_s, self._clock()):
                 drop_job_secrets(transaction, name)
         if offers.refused:
-            self.note_change()  # others may wait for these
+            self.nodes_changed(())  # others may wait for these
 
     def waits(self) -> bool:
         """Whether a job waits that the scheduler may start, or has to leave its node."""
@@ -375,30 +473,10 @@ class ControlPlane:
                         self._tell_to_stop(transaction, row, why, record=False)
                         reason = own_reason(decision.reason).sentence
                         transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(reason=reason))
-                for decision in acted:
-                    if decision.kind == "start":
-                        self._grant(transaction, decision)
-        self.note_change()
+                starts = [decision for decision in acted if decision.kind == "start"]
+                grant_starts(transaction, starts, self._clock())
+        self.nodes_changed(transaction.nodes)
         return True
-
-    def _grant(self, transaction: Transaction, decision: LiveDecision) -> None:
-        started = select(jobs.c.id, jobs.c.starts).where(jobs.c.id.in_(decision.after))
-        starts = {row.id: row.starts for row in transaction.execute(started)}
-        number = transaction.execute(select(jobs.c.starts).where(jobs.c.id == decision.job)).scalar_one() + 1
-        values = {"state": "starting", "starts": number, "stop": "", "exit_status": None}
-        values["reason"] = _starting_reason(decision)
-        transaction.execute(update(jobs).where(jobs.c.id == decision.job).values(values))
-        transaction.execute(delete(ranks).where(ranks.c.job == decision.job))
-        machines = json.dumps([node for node, _ in decision.grant])
-        fields = {"job": decision.job, "start": number, "state": "granted", "machines": machines}
-        fields["after"] = json.dumps(sorted(starts.items()))
-        transaction.execute(
-            insert(ranks),
-            [
-                fields | {"rank": rank, "node": node, "gpus": json.dumps(ids)}
-                for rank, (node, ids) in enumerate(decision.grant)
-            ],
-        )
 
     def apply(self) -> int:
         """Ask nodes to start what nothing stands in the way of any more, all ranks of a job or none; return how many
@@ -416,7 +494,7 @@ class ControlPlane:
         with self._store.write() as transaction:
             mine = ranks.c.job.in_(ready) & (ranks.c.state == "granted")
             transaction.execute(update(ranks).where(mine).values(state="issued"))
-        self.note_change()
+        self.nodes_changed({row.node for row in granted if row.job in ready})
         return len(ready)
 
 
@@ -437,19 +515,8 @@ def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -
         json.loads(row.request) if _is_fresh(row) else {},
         tuple(json.loads(row.signals)),
         secrets.get(row.job, {}),
+        row.tenant,
     )
-
-
-def _starting_reason(decision: LiveDecision) -> str:
-    on = ", ".join(node for node, _ in decision.grant)
-    return f"starting on {on}" + (" once what runs there has exited" if decision.after else "")
-
-
-def _known(node: str) -> Any:
-    """Query the state and conditions of a node."""
-    columns = (nodes.c.name, nodes.c.state, node_conditions.c.cordoned, node_conditions.c.problems)
-    joined = nodes.outerjoin(node_conditions, node_conditions.c.name == nodes.c.name)
-    return select(*columns, node_conditions.c.fingerprint).select_from(joined).where(nodes.c.name == node)
 
 
 def _state(report: NodeReport, wanted: Mapping[str, Any], known: Row[Any]) -> str:
@@ -470,10 +537,3 @@ def _by_key(rows: Sequence[Row[Any]]) -> dict[str, Row[Any]]:
 
 def _order(state: str) -> int:
     return ("granted", "issued", "running", "exited").index(state)
-
-
-def _wanted(node: str) -> Any:
-    """Query the starts that a node should know."""
-    columns = (*ranks.c, jobs.c.request, jobs.c.array, jobs.c.tenant, jobs.c.state.label("job_state"))
-    where = (ranks.c.node == node) & ranks.c.state.in_(("issued", "running"))
-    return select(*columns).join(jobs, jobs.c.id == ranks.c.job).where(where)

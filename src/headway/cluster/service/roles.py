@@ -49,7 +49,7 @@ Need = Permission | Literal["open", "nodes"]
 
 _READ, _CHANGE = Permission("viewer", "read"), Permission("member", "jobs")
 _OWN_TOKENS, _SECRETS = Permission("viewer", "manage"), Permission("member", "manage")
-_MANAGE = Permission("tenant-admin", "manage")
+_MANAGE, _ADMIN = Permission("tenant-admin", "manage"), Permission("admin", "manage")
 
 PERMISSIONS: dict[str, Need] = {
     "GET /health": OPEN,
@@ -65,9 +65,20 @@ PERMISSIONS: dict[str, Need] = {
     "POST /api/v1/jobs/{job}/signal": _CHANGE,
     "POST /api/v1/jobs/{job}/priority": _CHANGE,
     "POST /api/v1/jobs/{job}/{verb}": _CHANGE,
+    "PUT /api/v1/code/{digest}": _CHANGE,
+    "GET /api/v1/code/{digest}": NODES,
     # the cluster
     "GET /api/v1/nodes": _READ,
     "GET /api/v1/events": _READ,
+    "GET /api/v1/usage": _READ,
+    "POST /api/v1/simulate": _READ,  # changes nothing
+    "GET /metrics": Permission("admin", "read"),  # of all tenants
+    "POST /api/v1/join": OPEN,  # with a join token, which the route checks
+    "POST /api/v1/join-tokens": _ADMIN,
+    "DELETE /api/v1/nodes/{node}": _ADMIN,
+    "POST /api/v1/nodes/{node}/{verb}": _ADMIN,
+    "PUT /api/v1/nodes/{node}/maintenance": _ADMIN,
+    "DELETE /api/v1/nodes/{node}/maintenance": _ADMIN,
     "GET /api/v1/record": Permission("admin", "read"),
     # who may do what
     "GET /api/v1/users": Permission("tenant-admin", "read"),

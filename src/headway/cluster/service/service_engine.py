@@ -53,7 +53,7 @@ class ServiceEngine(Engine):
                 cpus=node["cpus"],
                 memory_bytes=node["memory_bytes"],
                 groups=(node["chip"],),
-                reason="" if node["state"] == "healthy" else "its agent does not report",
+                reason=node["reason"],
             )
             for node in self.connection.get("/api/v1/nodes")
         ]

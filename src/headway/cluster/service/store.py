@@ -121,6 +121,8 @@ class Transaction:
         self.execute = connection.execute
         self.sum, self._count = digest, count
         self.lines: list[dict[str, Any]] = []
+        self.nodes = set[str]()
+        """Nodes that must hear of it."""
 
     def add_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Append lines to the record."""

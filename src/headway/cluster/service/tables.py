@@ -186,6 +186,21 @@ audit = Table(
 """Every change that a user made, written in the transaction of the change, and every request that was refused."""
 
 
+allocations = Table(
+    "allocations",
+    metadata,
+    Column("job", String(40), primary_key=True),
+    Column("start", Integer, primary_key=True),
+    Column("tenant", String(128), nullable=False),
+    Column("chip", String(80), nullable=False),
+    Column("gpus", Integer, nullable=False),
+    Column("cpus", Float, nullable=False),
+    Column("began", Float, nullable=False),  # Unix seconds
+    Column("ended", Float),
+    Index("allocations_by_time", "ended", "began"),
+)
+"""What every start of a job has held: for usage."""
+
 folds = Table(
     "folds",
     metadata,

@@ -121,7 +121,7 @@ def add_tenant_routes(app: FastAPI, service: LiveService, accounts: Accounts) ->
         check_below(tenant, caller)
         removed = next((answer for answer in answers(caller) if answer.name == tenant), None)
         if removed is None:
-            raise UsageError(f"unknown tenant '{tenant}'", hint="headway tenants lists them")
+            raise UsageError(f"unknown tenant '{tenant}'", hint="headway tenants lists yours")
         users = [user.name for user in accounts.users(frozenset([tenant]))]
         if users:
             raise UsageError(f"tenant {tenant} has users: {', '.join(users[:5])}", hint="move or remove them first")

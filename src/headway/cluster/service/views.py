@@ -9,7 +9,8 @@ from sqlalchemy import ColumnElement, Connection, Row, or_, select, true
 
 from headway.cluster.engines.engine import OVER
 from headway.cluster.service.event_sentences import ClusterEvent, events_of
-from headway.cluster.service.tables import jobs, nodes, ranks
+from headway.cluster.service.node_state import node_reason
+from headway.cluster.service.tables import jobs, maintenance, node_conditions, nodes, ranks
 
 MOST_JOBS = 1000
 """Jobs of one answer."""
@@ -38,6 +39,12 @@ def find_jobs(connection: Connection, name: str, tenants: Tenants = None) -> lis
     newest = select(jobs.c.id, jobs.c.array).where(jobs.c.name == name, mine).order_by(jobs.c.number.desc()).limit(1)
     row = connection.execute(newest).first()
     return [] if row is None else [row.array or row.id]
+
+
+def own_names(connection: Connection, ids: Collection[str], tenants: Tenants) -> dict[str, str]:
+    """The names of those of some jobs that are of some tenants, by id."""
+    rows = connection.execute(select(jobs.c.id, jobs.c.name).where(jobs.c.id.in_(ids), _of(tenants)))
+    return {row.id: row.name for row in rows}
 
 
 def own_events(
@@ -93,11 +100,17 @@ def list_nodes(connection: Connection) -> list[dict[str, Any]]:
     for row in connection.execute(alive):
         held.setdefault(row.node, []).append(row)
     answer = []
+    conditions = {row.name: row for row in connection.execute(select(node_conditions))}
+    windows = {row.node: [row.begins, row.ends] for row in connection.execute(select(maintenance))}
     for node in connection.execute(select(nodes).order_by(nodes.c.name)):
         spec, here = json.loads(node.spec), held.get(node.name, [])
         taken = {gpu for row in here for gpu in json.loads(row.gpus)}
         cpus = sum(json.loads(row.request)["cpus"] for row in here)
         fields = {"state": node.state, "gpus_free": len(set(spec["gpus"]) - taken), "cpus_free": spec["cpus"] - cpus}
+        known = conditions.get(node.name)
+        cordoned, problems = (known.cordoned, json.loads(known.problems)) if known else (False, [])
+        fields |= {"cordoned": cordoned, "problems": problems, "maintenance": windows.get(node.name)}
+        fields["reason"] = node_reason(node.state, cordoned=cordoned, problems=problems)
         answer.append(spec | fields | {"jobs": sorted({row.job for row in here})})
     return answer
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from headway.cluster.engines.engine import LaunchRequest
 from headway.cluster.engines.settings import engine_settings, open_engine
+from headway.cluster.service.connection import connect
+from headway.cluster.submit.upload import pack_folder
 from headway.errors import UsageError
 from headway.track.runs import create_private_folder
 
@@ -28,6 +30,8 @@ class CommandResources:
     gpus: int = 0
     cpus: int | None = None
     memory_gib: float | None = None
+    secrets: tuple[str, ...] = ()
+    """Names, beside those that every job of the site gets."""
 
 
 def submit_command(
@@ -37,15 +41,19 @@ def submit_command(
     name: str | None = None,
     site: Mapping[str, str] | None = None,
     *,
+    upload: bool = False,
     dry: bool = False,
 ) -> tuple[LaunchRequest, str]:
-    """Submit a command to the service, and return the request and the job's id; the script instead if `dry`."""
+    """Submit a command to the service, and return the request and the job's id; the script instead if `dry`. With
+    `upload` it runs in a copy of this folder, else in the folder itself."""
     if not command:
         raise UsageError("no command after --", hint="headway submit -- python train.py")
     name = name or _NOT_IN_NAMES.sub("-", Path(command[0]).name).strip("-.") or "command"
     settings, engine = engine_settings("service"), open_engine("service", root)
     memory = resources.memory_gib or settings.memory_gib
     folder = root.absolute() / FOLDER / f"{name}-{secrets.token_hex(4)}"
+    digest, archive = pack_folder(Path.cwd()) if upload else ("", b"")
+    place = '"$HEADWAY_UPLOAD"' if upload else shlex.quote(os.getcwd())  # noqa: PTH109 (a word of a shell line)
     request = LaunchRequest(
         name=name,
         command=tuple(command),
@@ -57,13 +65,15 @@ def submit_command(
         limit_s=settings.limit_s,
         grace_s=LaunchRequest.grace_s if settings.grace_s is None else settings.grace_s,
         environment=settings.environment,
-        secrets=settings.secrets,
-        setup=(f"cd -- {shlex.quote(os.getcwd())}", *settings.setup),  # noqa: PTH109 (a word of a shell line)
-        site=with_user(site or {}),
+        secrets=tuple(dict.fromkeys((*settings.secrets, *resources.secrets))),
+        setup=(f"cd -- {place}", *settings.setup),
+        site=with_user(dict(site or {}) | ({"code": digest} if upload else {})),
     )
     if dry:
         return request, engine.describe(request)
     engine.probe()
+    if upload:
+        connect(root).put_bytes(f"/api/v1/code/{digest}", archive)
     create_private_folder(folder.parent)
     folder.mkdir(mode=0o700)
     try:
