@@ -110,6 +110,41 @@ def cpu_while_following(process: psutil.Process, address: str, run: str, folder:
     return (after.user + after.system - times.user - times.system) / seconds
 
 
+def cpu_of_answers(root: Path, run: str, seconds: int = 120) -> dict[str, float]:
+    """Return what a page's questions take of a core while it follows a run that does a step per second.
+
+    Without a browser and without waiting: in this process, by a clock that goes a second per step.
+    """
+    from headway.dashboard.cached import Cache
+    from headway.dashboard.recorded import RecordedRuns
+    from headway.dashboard.run_page import ledger_document, overview
+
+    now = 0.0
+
+    def clock() -> float:
+        return now + time.process_time()
+
+    recorded = RecordedRuns(root)
+    recorded.cache = Cache(clock=clock)
+    folder, shares = recorded.find(run), dict.fromkeys(("overview", "ledger", "plots"), 0.0)
+    questions = {
+        "overview": lambda: overview(recorded, folder, run),
+        "ledger": lambda: ledger_document(recorded, folder),
+        "plots": lambda: [recorded.series([run], key, 600) for key in ("loss", "grad_norm", "lr", "tokens_per_s")],
+    }
+    recorded.prepare([run])
+    for second in range(seconds):
+        with (folder.events / "0001-rank-0.jsonl").open("a") as file:
+            step = 20_000_000 + second
+            file.write(_line({"kind": "step", "t": step * 1000, "step": step, "data": 1, "compute": 9, "loss": 2.0}))
+        now += 1.0
+        for name, ask in questions.items():
+            began = time.process_time()
+            ask()
+            shares[name] += (time.process_time() - began) / seconds
+    return {name: round(share, 4) for name, share in shares.items()}
+
+
 def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -117,6 +152,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-follow", action="store_true", help="Do not measure the cost of live updates.")
+    parser.add_argument("--answers-only", action="store_true", help="Print what following costs; no browser.")
     parser.add_argument("--keep", type=Path, help="Folder of the synthetic runs, to be used again.")
     options = parser.parse_args()
     root = options.keep or Path(tempfile.mkdtemp(prefix="dashboard-bench-"))
@@ -124,6 +160,9 @@ def main() -> None:
         if not any(root.glob("sweep-*")):
             write_runs(root, options.runs, options.steps)
         names = sorted(path.name for path in root.glob("sweep-*"))
+        if options.answers_only:
+            print(json.dumps({"cores_while_following": cpu_of_answers(root, names[0])}))
+            return
         with server(root) as (_, address):
             first = drawn(address, names)
         with server(root) as (process, address):

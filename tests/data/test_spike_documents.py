@@ -3,19 +3,22 @@
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from conftest import Lab
 from headway.cli.main import app
 from headway.data import BuildOptions, build_dataset
 from headway.data.corpus import open_corpus
 from headway.data.explain import Explainer
 from headway.data.spike_documents import documents_behind, name_documents
+from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
-from headway.track import Header, Record, RunFolder
+from headway.track import Header, Record, RunFolder, read_run
 from headway.track.insights import Insight, find_insights
 from track_runs import plain_run
 
@@ -130,3 +133,22 @@ def test_report_names_the_document(folder: Path, tmp_path: Path) -> None:
     listed = CliRunner().invoke(app, ["report", "plain", "--runs", str(tmp_path), "--json"])
     (insight,) = [each for each in json.loads(listed.stdout)["insights"] if each["kind"] == "loss spike"]
     assert insight["evidence"]["documents"][0]["document"] == 70
+
+
+@pytest.mark.slow
+def test_spikes_of_a_training_run_name_the_document_that_was_planted(
+    tmp_path: Path, lab: Lab, recipe: Callable[..., Recipe]
+) -> None:
+    rng = random.Random(2)
+    texts = [sentence(rng) for _ in range(150)]
+    texts[90] = "".join(chr(rng.randrange(0x4E00, 0x9FA5)) for _ in range(300))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    build_dataset(tmp_path / "data", [tmp_path / "texts.jsonl"], BuildOptions(vocab_size=400))
+    values = {"data.path": str(tmp_path / "data"), "train.steps": 120, "train.batch": 2, "train.warmup_steps": 5}
+    lived = lab.train(recipe(values))
+    assert lived.outcome.state == "finished", lived.outcome
+    insights = name_documents(find_insights(read_run(lived.run)), recipe(values))
+    spikes = [insight for insight in insights if insight.kind == "loss spike" and insight.step is not None]
+    assert spikes
+    for spike in spikes:
+        assert f"{tmp_path}/texts.jsonl:91 stands out: " in spike.text

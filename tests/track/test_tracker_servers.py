@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from wandb_endpoint import wandb_endpoint
 
 from conftest import Lab
 from eventually import eventually
@@ -66,12 +67,12 @@ print(json.dumps({"rows": rows, "config": config}))
 """
 
 
-def send(python: Path, run: RunFolder, limit_s: int = 300) -> str:
+def send(python: Path, run: RunFolder, limit_s: int = 300, **variables: str) -> str:
     """Send a finished run, as its agent would have it sent; return what the process printed."""
     ended = subprocess.run(
         [str(python), "-m", "headway.track.trackers", str(run.path)],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s,
-        env=os.environ | {"WANDB_API_KEY": ""},
+        env=os.environ | {"WANDB_API_KEY": ""} | variables,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
     return ended.stdout + ended.stderr
@@ -148,3 +149,29 @@ def test_wandb_offline_files_have_every_metric_and_image(lab: Lab, recipe: Calla
     images = [row for row in found["rows"] if "grid/_type" in row]
     assert [(row["grid/_type"], row["step"]) for row in images] == [("image-file", 2)]
     assert found["config"]["train"]["steps"] == 4
+
+
+@pytest.mark.slow
+def test_wandb_online_has_every_metric_and_image_and_the_key_stays_out_of_the_run(
+    lab: Lab, recipe: Callable[..., Recipe]
+) -> None:
+    python, key = python_with(WANDB), "local-" + "0123456789" * 4
+    section = {"wandb": {"project": "headway-tests"}}
+    lived = lab.train(recipe({"train.steps": 4, "callbacks": [{"class": "own_callbacks:Logging"}]}))
+    lived.run.recipe_file.write_text(json.dumps(json.loads(lived.run.recipe_file.read_text()) | {"track": section}))
+    with wandb_endpoint() as endpoint:
+        printed = [send(python, lived.run, WANDB_BASE_URL=endpoint.url, WANDB_API_KEY=key) for _ in range(2)]
+    metrics = read_metrics(lived.run)
+    for name in ("loss", "grad_norm", "own/double"):
+        rows = [(row["step"], row[name]) for row in endpoint.history if name in row]
+        assert [step for step, _ in rows] == metrics[name][0].tolist()
+        assert [value for _, value in rows] == pytest.approx(metrics[name][1].tolist())
+    (image,) = [row["grid"] for row in endpoint.history if "grid" in row]
+    assert endpoint.uploads[image["path"]].startswith(b"\x89PNG")
+    assert (endpoint.runs[0]["project"], endpoint.runs[0]["displayName"]) == ("headway-tests", lived.run.name)
+    assert json.loads(endpoint.runs[0]["config"])["train"]["value"]["steps"] == 4
+    assert endpoint.exit_codes[0] == 0
+    assert any(header.startswith("Basic ") for header in endpoint.keys), "with the key of the environment"
+    files = [path for path in lived.run.path.rglob("*") if path.is_file()]
+    assert not [path for path in files if key.encode() in path.read_bytes()]
+    assert key not in "".join(printed)

@@ -78,10 +78,17 @@ def _lines(comparison: ManyComparison) -> list[str]:
 
 def _code_lines(comparison: ManyComparison, folders: Sequence[RunFolder]) -> list[str]:
     """Return the command that shows how code differs, for two runs."""
-    modules = [item.key for item in comparison.differences if item.kind == "code"]
+    changed = [item for item in comparison.differences if item.kind == "code"]
     if len(folders) != 2:
         return []
-    return [f"code: diff -u {' '.join(str(code_file(folder, module)) for folder in folders)}" for module in modules]
+    lines = list[str]()
+    for item in changed:
+        if item.key.startswith("commit of "):
+            commits = [str(value).partition("+")[0] for value in item.values]
+            lines += [f"code: git diff {' '.join(commits)}"] if commits[0] != commits[1] else []
+        else:
+            lines.append(f"code: diff -u {' '.join(str(code_file(folder, item.key)) for folder in folders)}")
+    return lines
 
 
 def _label(kind: str, key: str) -> str:

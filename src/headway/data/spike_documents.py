@@ -94,8 +94,8 @@ def _behind(
     excluded: Sequence[int],
     spikes: dict[tuple[str, int], int],
 ) -> SpikeDocuments:
-    ours = {(part.dataset, part.document) for part in parts}
-    near = (part for part in _around(explainer, step, excluded) if (part.dataset, part.document) not in ours)
+    batch_documents = {(part.dataset, part.document) for part in parts}
+    near = (part for part in _around(explainer, step, excluded) if (part.dataset, part.document) not in batch_documents)
     around = [ids for ids in _within(explainer, near) if len(ids) >= SHORTEST]
     own: list[_Ids | None] = list(_within(explainer, parts))
     own += [None] * (len(parts) - len(own))

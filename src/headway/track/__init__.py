@@ -1,5 +1,6 @@
 """Run tracking: recorded events, the time ledger, metrics, the chain of steps and run folders."""
 
+from headway.track.accounts import ACCOUNTS, OF_POLICIES, AttemptTime
 from headway.track.chain import START, RunComparison, checkpoint_digests, compare_runs, extend_chain
 from headway.track.evaluations import (
     EvalMetric,
@@ -24,7 +25,7 @@ from headway.track.events import (
     record_path,
 )
 from headway.track.files import make_durable, read_recipe, write_json
-from headway.track.ledger import ACCOUNTS, OF_POLICIES, AttemptTime, Ledger, account, largest_overhead
+from headway.track.ledger import Ledger, account, largest_overhead
 from headway.track.metrics import history, metric_names, metric_table, read_metric, read_metrics
 from headway.track.plans import RunPlan, read_plan, write_plan
 from headway.track.registry import split_ref

@@ -48,6 +48,8 @@ class RunConditions(NamedTuple):
     """Of its attempts, without repetitions."""
     code: Mapping[str, str] = {}
     """Hashes of files of the user's own, by module."""
+    commits: Mapping[str, str] = {}
+    """Commits of the repositories that these are from, by name."""
 
 
 def find_causes(a: RunConditions, b: RunConditions) -> list[Cause]:
@@ -58,7 +60,8 @@ def find_causes(a: RunConditions, b: RunConditions) -> list[Cause]:
     changed = [Cause("recipe", key, values) for key, values in recipes if not _is_neutral(key)]
     causes = [cause for cause in changed if not cause.key.endswith("version")]
     modules = sorted(a.code.keys() & b.code.keys())
-    causes += [Cause("code", name, (a.code[name], b.code[name])) for name in modules if a.code[name] != b.code[name]]
+    code = [Cause("code", name, (a.code[name], b.code[name])) for name in modules if a.code[name] != b.code[name]]
+    causes += code or list(_commits(a.commits, b.commits))
     versions = [(value.environment.get("data_version")) for value in (a, b)]
     if all(versions) and versions[0] != versions[1]:
         causes.append(Cause("data", "version", (versions[0], versions[1])))
@@ -68,6 +71,13 @@ def find_causes(a: RunConditions, b: RunConditions) -> list[Cause]:
         causes.append(Cause("workers", "workers", (_numbers(a.workers), _numbers(b.workers))))
     causes += _environment(a.environment, b.environment)
     return causes
+
+
+def _commits(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[Cause]:
+    """Yield different commits: of runs whose files are the same, as what these import may differ."""
+    for name in sorted(a.keys() & b.keys()):
+        if a[name] != b[name]:
+            yield Cause("code", f"commit of {name}", (a[name], b[name]))
 
 
 def _environment(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Cause]:
@@ -115,6 +125,6 @@ def read_conditions(run: RunFolder, records: Sequence[Record]) -> RunConditions:
         content = {}
     environment = content if isinstance(content, dict) else {}
     counts = [event["workers"] for record in records for event in record.events if event["kind"] == "attempt"]
-    from headway.track.own_code import code_digests
+    from headway.track.own_code import code_commits, code_digests
 
-    return RunConditions(recipe, environment, tuple(dict.fromkeys(counts)), code_digests(run))
+    return RunConditions(recipe, environment, tuple(dict.fromkeys(counts)), code_digests(run), code_commits(run))
