@@ -344,8 +344,8 @@ def test_slower_run_names_the_one_before(client: TestClient, runs: Path) -> None
     (insight,) = ask(client, "ledger", run="second")["insights"]
     assert (insight["kind"], insight["evidence"]["run"]) == ("below previous", "first")
     shutil.rmtree(runs / "first")
-    record = runs / "second" / "events" / "0001-rank-0.jsonl"
-    record.write_text(record.read_text() + lines(step(41, 1.0, tokens=64)))
+    agent = runs / "second" / "events" / "0001-agent.jsonl"
+    agent.write_text(agent.read_text() + "\n")
     assert ask(client, "ledger", run="second")["insights"] == []
 
 
@@ -371,6 +371,7 @@ def test_documents_of_a_step_are_those_that_explain_names(client: TestClient, ru
         file, _, line = part["source"].rpartition(":")
         assert Path(file).name == "text.jsonl"
         assert part["text"][:20] in texts[int(line) - 1] + " "
+    assert not any(part["stands_out"] for part in page["parts"]), "all are alike"
     assert ask(client, "documents", run="explained", step=4)["done"] is False
     assert "no step 6" in ask(client, "documents", 400, run="explained", step=6)["error"]
     write_broken_run(runs)

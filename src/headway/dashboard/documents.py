@@ -3,7 +3,8 @@
 from typing import Any
 
 from headway.data.corpus import open_corpus
-from headway.data.explain import Explainer, SeenDocument
+from headway.data.explain import Explainer
+from headway.data.spike_documents import SuspectDocument, documents_behind
 from headway.errors import HeadwayError
 from headway.track import RunFolder, read_recipe, summarize
 
@@ -14,24 +15,29 @@ TOKENS = 96
 
 
 def step_documents(run: RunFolder, step: int, first: int = 0) -> dict[str, Any]:
-    """Return which documents a step trained on, with the beginning of each as text."""
+    """Return which documents a step trained on, how unlike those around each is, and its beginning as text."""
     try:
         explainer = Explainer(open_corpus(read_recipe(run)))
     except HeadwayError as error:  # of a damaged run, or one whose data is gone: the rest of its page can be shown
         return {"step": step, "problem": error.message, "hint": error.hint}
     seen = explainer.step(step)
+    (behind,) = documents_behind(explainer, [step])
+    suspects = {suspect.part: suspect for suspect in behind.documents}
     return {
         "step": step,
         "done": step <= summarize(run).step,
         "last_step": explainer.corpus.recipe.train.steps,
         "count": len(seen),
         "first": first,
-        "parts": [_part(explainer, part) for part in seen[first : first + MOST]],
+        "parts": [_part(explainer, suspects[part]) for part in seen[first : first + MOST]],
+        "around": behind.around,
         "command": run.command("explain", str(step)),
     }
 
 
-def _part(explainer: Explainer, part: SeenDocument) -> dict[str, Any]:
+def _part(explainer: Explainer, suspect: SuspectDocument) -> dict[str, Any]:
+    part = suspect.part
     facts: dict[str, Any] = {"row": part.row, "dataset": part.dataset, "document": part.document, "first": part.first}
     facts |= {"end": part.end, "tokens": part.tokens, "text": explainer.text(part, TOKENS)}
+    facts |= {"bits": suspect.bits, "stands_out": suspect.stands_out}
     return facts | {"source": None if part.origin is None else str(part.origin), "cut": part.end - part.first > TOKENS}

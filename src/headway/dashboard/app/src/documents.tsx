@@ -1,7 +1,7 @@
 // Which documents a step trained on: what a loss spike leads to.
 import { useEffect, useState } from "preact/hooks";
 import { useAsk } from "./api";
-import { count } from "./format";
+import { count, fixed } from "./format";
 import { Command, Empty, Problem } from "./parts";
 import { setQuery, usePlace } from "./router";
 import type { Overview, StepDocuments } from "./types";
@@ -30,7 +30,7 @@ export function Documents({ run }: { run: Overview }) {
           <div class="scroll" tabIndex={0} role="region" aria-label={`documents of step ${step}`}>
             <table class="plain parts">
               <thead>
-                <tr><th scope="col" class="num">row</th><th scope="col" class="num">document</th><th scope="col" class="num">tokens</th><th scope="col">source</th><th scope="col">text</th></tr>
+                <tr><th scope="col" class="num">row</th><th scope="col" class="num">document</th><th scope="col" class="num">tokens</th><th scope="col" class="num">bits</th><th scope="col">source</th><th scope="col">text</th></tr>
               </thead>
               <tbody>
                 {data.parts.map((part, index) => (
@@ -38,6 +38,7 @@ export function Documents({ run }: { run: Overview }) {
                     <td class="num">{part.row}</td>
                     <td class="num">{count(part.document)}</td>
                     <td class="num" title={`of ${count(part.tokens)}`}>{count(part.first)}–{count(part.end - 1)}</td>
+                    <td class="num">{fixed(part.bits, 1)}{part.stands_out && <strong class="wrong"> stands out</strong>}</td>
                     <td class="source" title={part.source ?? undefined}>{part.source?.split("/").pop() ?? part.dataset}</td>
                     <td class="said">{part.text}{part.cut && "…"}</td>
                   </tr>
@@ -45,6 +46,7 @@ export function Documents({ run }: { run: Overview }) {
               </tbody>
             </table>
           </div>
+          {data.around && <p class="muted hint">Bits: how surprising the tokens of a part are, given those of the steps around it ({fixed(data.around[0], 1)} on average, {fixed(data.around[1], 1)} at most).</p>}
           {data.count > data.parts.length && (
             <div class="toolbar">
               <button disabled={first === 0} onClick={() => setFirst(Math.max(0, first - data.parts.length))}>Previous parts</button>

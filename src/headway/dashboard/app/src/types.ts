@@ -109,7 +109,9 @@ export interface StepDocuments {
   count: number;
   first: number;
   command: string;
-  parts: { row: number; dataset: string; document: number; first: number; end: number; tokens: number; text: string; cut: boolean; source: string | null }[];
+  parts: { row: number; dataset: string; document: number; first: number; end: number; tokens: number; text: string; cut: boolean; source: string | null; bits: number | null; stands_out: boolean }[];
+  /** Mean and largest surprise of the documents of steps around it. */
+  around: [number, number] | null;
 }
 
 // run_page.ledger_document
