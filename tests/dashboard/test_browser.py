@@ -160,7 +160,7 @@ PAGES = {
     "child": {"path": "/run/child?tab=recipe", "expect": [".recipe .changed", ".title a"]},
     "lineage": {"path": "/models?of=demo@3000", "expect": [".tree li", ".models .tag"]},
     "documents": {"path": "/run/spiky?tab=documents&step=3", "expect": [".parts tbody tr"]},
-    "documents gone": {"path": "/run/live?tab=documents", "expect": [".step-documents .nothing"]},
+    "documents gone": {"path": "/run/broken?tab=documents", "expect": [".step-documents .nothing"]},
     "insights": {
         "path": "/run/spiky",
         "expect": [".insights li"],
