@@ -7,6 +7,7 @@ const require = createRequire(new URL("../../src/headway/dashboard/app/package.j
 const { chromium } = require("playwright-core");
 const AXE = readFileSync(require.resolve("axe-core/axe.min.js"), "utf8");
 const request = JSON.parse(process.argv[2]);
+const PATIENCE_MS = 1000 * (request.patience_s ?? 300); // beside other tests on two busy cores, pages are slow
 const say = (value) => process.stdout.write(`${JSON.stringify(value)}\n`);
 const ARGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync";
 
@@ -31,7 +32,7 @@ async function open({ width = 1440, height = 900, scheme = "light" } = {}) {
 }
 
 const at = (path) => new URL(request.address).origin + path;
-const settled = (page) => page.waitForLoadState("load").then(() => page.waitForFunction(() => !document.querySelector(".placeholder"), null, { timeout: 300000 }));
+const settled = (page) => page.waitForLoadState("load").then(() => page.waitForFunction(() => !document.querySelector(".placeholder"), null, { timeout: PATIENCE_MS }));
 
 if (request.do === "draw") {
   const { page, problems } = await open();
@@ -68,7 +69,7 @@ if (request.do === "draw") {
 } else if (request.do === "follow") {
   const { page } = await open();
   await page.goto(at(request.path));
-  await page.waitForSelector("h1", { timeout: 300000 });
+  await page.waitForSelector("h1", { timeout: PATIENCE_MS });
   say({ ready: true });
   await page.waitForTimeout(request.seconds * 1000);
 } else if (request.do === "visit") {
@@ -78,13 +79,13 @@ if (request.do === "draw") {
     try {
       await page.goto(at(view.path));
       await settled(page);
-      for (const selector of view.expect ?? []) await page.waitForSelector(selector, { timeout: 300000 });
+      for (const selector of view.expect ?? []) await page.waitForSelector(selector, { timeout: PATIENCE_MS });
       for (const [act, ...words] of view.act ?? []) {
         if (act === "click") await page.click(words[0]);
         else if (act === "press") await page.keyboard.press(words[0]);
         else if (act === "fill") await page.fill(words[0], words[1]);
-        else if (act === "wait") await page.waitForSelector(words[0], { timeout: 300000 });
-        else if (act === "text") await page.waitForFunction(([selector, text]) => document.querySelector(selector)?.textContent.includes(text), words, { timeout: 300000 });
+        else if (act === "wait") await page.waitForSelector(words[0], { timeout: PATIENCE_MS });
+        else if (act === "text") await page.waitForFunction(([selector, text]) => document.querySelector(selector)?.textContent.includes(text), words, { timeout: PATIENCE_MS });
         else if (act === "drag") {
           const box = await page.locator(words[0]).first().boundingBox();
           await page.mouse.move(box.x + box.width * 0.3, box.y + box.height / 2);

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (demo / "stacks" / "0001-rank-0.txt").write_text("File loop.py, line 3 " + HOSTILE)
     (demo / "samples" / "step-10").mkdir(parents=True)
     (demo / "samples" / "step-10" / "text.txt").write_text(HOSTILE)
+    spiky: list[float | None] = [5 - 0.001 * number for number in range(200)]
+    spiky[120] = 55.0
+    trained = json.loads((demo / "recipe.json").read_text())
+    trained["data"] = {"path": str(data / "tiny"), "seq": 32}
+    write_run(runs, "spiky", spiky, recipe=trained)
     write_run(runs, "live", falling(50), outcome=None)
     write_broken_run(runs)
     hostile = json.loads((demo / "recipe.json").read_text()) | {"name": HOSTILE}
@@ -62,6 +68,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved = demo / "checkpoints" / "step-00003000"
     saved.mkdir(parents=True)
     (saved / "manifest.json").write_text(json.dumps({"format": 1, "step": 3000, "digest": "a" * 32}))
+    child = write_run(runs, "child", falling(9), recipe=trained | {"model": trained["model"] | {"init": str(saved)}})
+    (child / "checkpoints" / "step-00000009").mkdir()
+    (child / "checkpoints" / "step-00000009" / "manifest.json").write_text(
+        json.dumps({"format": 1, "step": 9, "digest": "b" * 32})
+    )
     tag(runs, "prod", RunFolder(demo), 3000, "a" * 32)
     add_note(runs, "prod", HOSTILE)
     write_labels(RunFolder(demo), Labels(("good",), HOSTILE))
@@ -95,13 +106,11 @@ def _write_policy_run(runs: Path) -> None:
     RolloutFiles(RunFolder(folder)).finish(RolloutBatch(BatchHeader(1, 0, "0" * 32, 0), 2, rollouts))
 
 
-@pytest.fixture(scope="module")
-def address(root: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "headway", "ui", "--port", "0", "--json", "--runs", "runs"]
-    with (
-        lock_run(RunFolder(root / "runs" / "live")),
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as server,
-    ):
+@contextmanager
+def dashboard(folder: Path, *options: str) -> Iterator[str]:
+    """Run `headway ui` on the folder's runs; yield its address."""
+    command = [sys.executable, "-m", "headway", "ui", "--port", "0", "--json", "--runs", "runs", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as server:
         assert server.stdout is not None
         text = ""
         while not text.rstrip().endswith("}"):
@@ -110,6 +119,12 @@ def address(root: Path) -> Iterator[str]:
             yield json.loads(text)["address"]
         finally:
             server.terminate()
+
+
+@pytest.fixture(scope="module")
+def address(root: Path) -> Iterator[str]:
+    with lock_run(RunFolder(root / "runs" / "live")), dashboard(root) as found:
+        yield found
 
 
 def visit(address: str, *views: dict[str, Any]) -> list[dict[str, Any]]:
@@ -142,7 +157,16 @@ PAGES = {
         "act": [["click", "a:text('pictures')"], ["wait", ".clips img"], ["wait", ".clips tbody tr"]],
     },
     "models": {"path": "/models", "expect": [".models .card"]},
+    "child": {"path": "/run/child?tab=recipe", "expect": [".recipe .changed", ".title a"]},
     "lineage": {"path": "/models?of=demo@3000", "expect": [".tree li", ".models .tag"]},
+    "documents": {"path": "/run/spiky?tab=documents&step=3", "expect": [".parts tbody tr"]},
+    "documents gone": {"path": "/run/broken?tab=documents", "expect": [".step-documents .nothing"]},
+    "insights": {
+        "path": "/run/spiky",
+        "expect": [".insights li"],
+        "act": [["click", "button:text('zoom to step 121')"], ["wait", "button[title=Escape]"]],
+    },
+    "no cluster": {"path": "/cluster", "expect": [".nothing"]},
     "labels": {"path": "/run/demo", "act": [["click", "button:text('labels')"], ["wait", "form.labels textarea"]]},
 }
 
@@ -158,6 +182,19 @@ def test_every_page_is_clean(address: str, look: str) -> None:
     assert {page["name"]: page["serious"] for page in seen if page["serious"]} == {}
     assert {page["name"]: page["wide"] for page in seen if page["wide"] > 0} == {}, "wider than the window"
     assert not any(page["injected"] for page in seen), "a text of a run was executed"
+
+
+def test_spike_leads_to_the_documents_of_its_step(address: str) -> None:
+    (page,) = visit(
+        address,
+        {"name": "spike", "path": "/run/spiky", "axe": False, "expect": [".insights"],
+         "act": [["click", ".insights a:text('its documents')"], ["wait", ".parts tbody tr"],
+                 ["click", "button[aria-label='step after']"],
+                 ["text", ".step-documents .command", "explain spiky 122"]]},
+    )  # fmt: skip
+    assert page["problems"] == []
+    assert "tab=documents" in page["url"]
+    assert "step=122" in page["url"]
 
 
 def test_pages_are_used_by_keyboard_and_have_addresses(address: str) -> None:

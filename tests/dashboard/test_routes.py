@@ -10,8 +10,10 @@ import pytest
 from packed_plots import unpack
 from PIL import Image
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 from written_runs import STARTUP_NS, STEP_NS, WALL, falling, lines, opening, step, write_broken_run, write_run
 
+from headway.cli.main import app as cli
 from headway.dashboard import recorded, sheets
 from headway.data import BuildOptions, build_dataset
 from headway.data.media.build import MediaOptions, build_media
@@ -314,3 +316,65 @@ def test_dataset_shows_what_the_loss_counts(client: TestClient, runs: Path, tmp_
     assert piece["text"].startswith("one two three four five six seven eight nine ten\n")
     for wrong in ("none", "../data", str(tmp_path)):
         assert "no dataset" in ask(client, "dataset", 400, id=wrong)["error"] or len(wrong) > 32
+
+
+def test_page_tells_what_stands_out_with_its_step(client: TestClient, runs: Path) -> None:
+    losses: list[float | None] = [5 - 0.001 * number for number in range(200)]
+    losses[120] = 55.0
+    write_run(runs, "spiky", losses, cursor=None)
+    (spike,) = ask(client, "ledger", run="spiky")["insights"]
+    assert (spike["kind"], spike["step"]) == ("loss spike", 121)
+    assert spike["evidence"]["loss"] == 55.0
+
+
+def test_divergence_is_a_warning_and_not_told_twice(client: TestClient, runs: Path) -> None:
+    write_run(runs, "risen", [5 - 0.01 * number for number in range(200)] + [30.0] * 200)
+    document = ask(client, "ledger", run="risen")
+    assert any("loss" in text for text in document["warnings"])
+    assert [insight["kind"] for insight in document["insights"]] == []
+
+
+def test_slower_run_names_the_one_before(client: TestClient, runs: Path) -> None:
+    """Alike but for its speed; which run was the last before it is looked for again when one is deleted."""
+    for name, wall in (("first", 1.7e9), ("second", 1.8e9)):
+        write_run(runs, name, falling(40), tokens=128 if name == "first" else 64)
+        for record in (runs / name / "events").glob("*.jsonl"):
+            head, _, rest = record.read_text().partition("\n")
+            record.write_text(json.dumps(json.loads(head) | {"wall": wall}) + "\n" + rest)
+    (insight,) = ask(client, "ledger", run="second")["insights"]
+    assert (insight["kind"], insight["evidence"]["run"]) == ("below previous", "first")
+    shutil.rmtree(runs / "first")
+    agent = runs / "second" / "events" / "0001-agent.jsonl"
+    agent.write_text(agent.read_text() + "\n")
+    assert ask(client, "ledger", run="second")["insights"] == []
+
+
+def test_documents_of_a_step_are_those_that_explain_names(client: TestClient, runs: Path, tmp_path: Path) -> None:
+    """As `headway explain --json` prints them, and the text of each is in the source it names."""
+    source = tmp_path / "text.jsonl"
+    texts = [f"document {number} " + f"word{number} " * 30 for number in range(40)]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    build_dataset(tmp_path / "data" / "tiny", [source], BuildOptions(vocab_size=300))
+    recipe = {
+        "name": "tiny", "model": {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1},
+        "data": {"path": str(tmp_path / "data" / "tiny"), "seq": 32}, "train": {"steps": 5, "batch": 4},
+    }  # fmt: skip
+    folder = write_run(runs, "explained", falling(3), recipe=recipe)
+    page = ask(client, "documents", run="explained", step=2)
+    assert (page["done"], page["last_step"], page["count"]) == (True, 5, len(page["parts"]))
+    printed = CliRunner().invoke(cli, ["explain", "explained", "2", "--runs", str(runs), "--json"])
+    expected = json.loads(printed.output)["documents"]
+    keys = ("row", "dataset", "document", "first", "end", "tokens")
+    assert [[part[key] for key in keys] for part in page["parts"]] == [[row[key] for key in keys] for row in expected]
+    assert {part["row"] for part in page["parts"]} == set(range(4))
+    for part in page["parts"]:
+        file, _, line = part["source"].rpartition(":")
+        assert Path(file).name == "text.jsonl"
+        assert part["text"][:20] in texts[int(line) - 1] + " "
+    assert not any(part["stands_out"] for part in page["parts"]), "all are alike"
+    assert ask(client, "documents", run="explained", step=4)["done"] is False
+    assert "no step 6" in ask(client, "documents", 400, run="explained", step=6)["error"]
+    write_broken_run(runs)
+    assert "recipe.json" in ask(client, "documents", run="broken", step=1)["problem"]
+    shutil.rmtree(tmp_path / "data")
+    assert "tiny" in ask(client, "documents", run=folder.name, step=2)["problem"]

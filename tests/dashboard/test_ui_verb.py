@@ -50,6 +50,12 @@ def test_server_says_its_address_and_ends_in_order(runs: Path) -> None:
         (["--host", "0.0.0.0", "--api-key-file", "none"], "cannot read none"),
         (["--host", "0.0.0.0", "--api-key-file", "short"], "has a key of 5 characters"),
         (["--host", "203.0.113.1", "--api-key-file", "key"], "cannot listen on"),
+        (["--token-file", "key"], "are for another service"),
+        (["--service", "http://127.0.0.1:1"], "needs the token of a user"),
+        (["--service", "http://127.0.0.1:1", "--token-file", "short"], "has a key of 5 characters"),
+        (["--service", "http://203.0.113.1:1", "--token-file", "key"], "without encryption"),
+        (["--service", "ftp://127.0.0.1", "--token-file", "key"], "not the address of a service"),
+        (["--service", "https://h:1", "--token-file", "key", "--fingerprint", "ab"], "is no fingerprint"),
     ],
 )
 def test_mistakes_are_one_sentence(

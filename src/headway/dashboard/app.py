@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from threading import Event as StopEvent
 from typing import Annotated, Any
@@ -14,10 +15,14 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from headway import __version__
+from headway.cluster.service.connection import ServiceConnection, connect
 from headway.dashboard import rollouts, run_page, samples
 from headway.dashboard.checkpoints import model_list
+from headway.dashboard.cluster_routes import add_cluster
+from headway.dashboard.cluster_source import ClusterSource
 from headway.dashboard.comparison import comparison
 from headway.dashboard.datasets import dataset_list, dataset_samples, folder_of
+from headway.dashboard.documents import step_documents
 from headway.dashboard.guard import Guard
 from headway.dashboard.lineage import lineage_document, name_list
 from headway.dashboard.live import changes
@@ -49,10 +54,18 @@ class LabelChange(BaseModel):
     note: str
 
 
-def make_app(root: Path, token: str, *, data: Path | None = None, host: str = "127.0.0.1") -> FastAPI:
+def make_app(
+    root: Path,
+    token: str,
+    *,
+    data: Path | None = None,
+    host: str = "127.0.0.1",
+    service: Callable[[], ServiceConnection] | None = None,
+) -> FastAPI:
     """Return the application that shows the runs of a folder to those who have the token.
 
-    Its `state.stopping` is to be set when the server stops, so that streams end.
+    Its `state.stopping` is to be set when the server stops, so that streams end. `service` connects to the cluster
+    service that is shown; by default that of the same folder of runs.
     """
     app = FastAPI(title="Headway", openapi_url=None, docs_url=None, redoc_url=None, default_response_class=_Json)
     app.add_middleware(Guard, token=token, host=host)
@@ -65,6 +78,7 @@ def make_app(root: Path, token: str, *, data: Path | None = None, host: str = "1
     _add_runs(app, recorded)
     _add_files(app, recorded)
     _add_others(app, recorded, data or Path("data"))
+    add_cluster(app, ClusterSource(service or partial(connect, root), root), _Json)
     _add_pages(app, load_static())
     return app
 
@@ -169,6 +183,10 @@ def _add_files(app: FastAPI, recorded: RecordedRuns) -> None:
         # Whatever a browser takes a sample for, it may do nothing.
         policy = {"content-security-policy": "default-src 'none'; sandbox"}
         return FileResponse(file, media_type=media_type, headers=policy)
+
+    @app.get("/api/documents")
+    def documents(run: Run, step: Annotated[int, Query(ge=1)], first: Annotated[int, Query(ge=0)] = 0) -> _Json:
+        return _Json(step_documents(recorded.find(run), step, first))
 
     @app.get("/api/rollouts")
     def rollout_page(

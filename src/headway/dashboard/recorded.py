@@ -27,7 +27,9 @@ from headway.track import (
     read_run,
     summarize,
 )
+from headway.track.insights import PreviousRun
 from headway.track.store import MetricStore, SeriesView, metric_keys, read_labels, read_series, select_runs
+from headway.track.store.previous import find_previous
 
 T = TypeVar("T")
 
@@ -95,6 +97,11 @@ class RecordedRuns:
         """Return a run's ledger, and the records without steps: those of long runs would fill the memory."""
         records = self.records(run)
         return account(records), records
+
+    def previous(self, run: RunFolder) -> PreviousRun | None:
+        """Return the run that a run's speed is compared with; looked for again when runs come or go."""
+        names = tuple(sorted(each.name for each in list_runs(run.path.parent)))
+        return self.cache.get((run.path, "previous"), names, lambda: find_previous(run))
 
     def prepare(self, names: Sequence[str]) -> list[str]:
         """Compact what is new of some runs, for about a second; return those whose metrics would still take long.

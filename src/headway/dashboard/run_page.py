@@ -5,10 +5,12 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from headway.dashboard.cached import files_signature, signature_of, urgent_signature
+from headway.dashboard.cluster_source import service_job_of
 from headway.dashboard.recorded import RecordedRuns, read_json, unreadable_lines
 from headway.errors import HeadwayError, RunError
 from headway.recipe.load import leaves
@@ -17,13 +19,12 @@ from headway.track import (
     Ledger,
     Record,
     RunFolder,
-    history,
     largest_overhead,
     latest_evaluations,
     lock_holder,
     read_plan,
 )
-from headway.track.divergence import find_divergence
+from headway.track.insights import find_insights
 from headway.track.lineage import read_record
 from headway.track.plan_check import PlanCheck, check_plan, planned_shares
 
@@ -31,6 +32,8 @@ LOG_BYTES = 256 << 10
 """Of a log's end that is sent at once."""
 _LOG = re.compile(r"[A-Za-z0-9._-]+\.log")
 _STACK = re.compile(r"[A-Za-z0-9._-]+\.txt")
+_ELSEWHERE = ("divergence", "below plan")
+"""Kinds of insights that the page tells as a warning, and beside the plan."""
 _MARKS = 400
 """Places of the clock that are sent, to draw incidents and an axis of hours."""
 
@@ -44,6 +47,7 @@ def overview(recorded: RecordedRuns, run: RunFolder, name: str) -> dict[str, Any
         "metrics": recorded.metric_names(run),
         "parent": parent_of(run, recipe, recorded),
         "environment": read_json(run.environment_file),
+        "job": service_job_of(run.path),
         "policy": isinstance(recipe.get("rl"), dict) or rollouts.is_dir(),
         "evaluations": [{**entry, "settings": None} for entry in evaluations],
         "commands": {verb: run.command(verb) for verb in ("report", "logs", "resume", "stacks", "sample")},
@@ -84,8 +88,8 @@ def _ledger(recorded: RecordedRuns, run: RunFolder) -> dict[str, Any]:
     shares = {} if plan is None or plan.assumed else planned_shares(check, ledger)
     overhead = largest_overhead(ledger)
     clocks = clocks_of(records)
-    divergence = find_divergence((event["step"], event.get("loss")) for event in history(records))
-    warnings = [*([] if divergence is None else [divergence.text]), *unreadable_lines(records)]
+    insights = find_insights(records, plan, recorded.previous(run))
+    warnings = [*(insight.text for insight in insights if insight.kind == "divergence"), *unreadable_lines(records)]
     if ledger.peak_too_low:
         warnings.append("MFU is not measured: steps were faster than the peak, measured on a busy machine")
     return {
@@ -114,6 +118,7 @@ def _ledger(recorded: RecordedRuns, run: RunFolder) -> dict[str, Any]:
             for incident in ledger.incidents
         ],
         "clock": _thinned(clocks),
+        "insights": [asdict(insight) for insight in insights if insight.kind not in _ELSEWHERE],
         "warnings": warnings,
     }
 

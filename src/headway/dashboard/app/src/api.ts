@@ -78,6 +78,18 @@ export function useAsk<T>(path: string | null, params: Params = {}): Asked<T> {
   return { data: state.data, error: state.error, again: () => setRound((n) => n + 1) };
 }
 
+/** As useAsk, and asked again every so often while the page is visible. */
+export function usePoll<T>(path: string, params: Params, everyMs: number): Asked<T> {
+  const asked = useAsk<T>(path, params);
+  const again = useRef(asked.again);
+  again.current = asked.again;
+  useEffect(() => {
+    const timer = setInterval(() => !document.hidden && again.current(), everyMs);
+    return () => clearInterval(timer);
+  }, [everyMs]);
+  return asked;
+}
+
 /** Calls back when runs change (one run, if named); silent while the page is hidden. */
 export function useLive(run: string | null, changed: (runs: string[]) => void): boolean {
   const callback = useRef(changed);

@@ -3,10 +3,11 @@ import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
+import { ClusterPage } from "./cluster";
 import { ComparePage } from "./compare";
 import { DataPage } from "./data";
 import { ModelsPage } from "./models";
-import { followLinks, go, usePlace } from "./router";
+import { followLinks, go, useKeys, usePlace } from "./router";
 import { RunPage } from "./run";
 import { RunsPage } from "./runs";
 import { apply, setTheme, theme, type Theme } from "./theme";
@@ -15,26 +16,21 @@ const NEXT: Record<Theme, Theme> = { auto: "light", light: "dark", dark: "auto" 
 
 function App() {
   const { path } = usePlace();
-  const [page, name] = path;
+  const [page, name, rest] = path;
   const [look, setLook] = useState(theme());
   useEffect(() => {
     document.addEventListener("click", followLinks);
-    const press = (event: KeyboardEvent) => {
-      if ((event.target as Element).matches?.("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
-      if (event.key === "/") {
-        const field = document.querySelector<HTMLInputElement>("input[type=search]");
-        if (field) field.focus();
-        else go("/");
-        event.preventDefault();
-      }
-      if (event.key === "g") go("/");
-    };
-    document.addEventListener("keydown", press);
-    return () => {
-      document.removeEventListener("click", followLinks);
-      document.removeEventListener("keydown", press);
-    };
+    return () => document.removeEventListener("click", followLinks);
   }, []);
+  useKeys((event) => {
+    if (event.key === "/") {
+      const field = document.querySelector<HTMLInputElement>("input[type=search]");
+      if (field) field.focus();
+      else go("/");
+      event.preventDefault();
+    }
+    if (event.key === "g") go("/");
+  });
   useEffect(() => {
     if (!page) document.title = "Runs – Headway";
   }, [page]);
@@ -55,6 +51,7 @@ function App() {
           {link("/compare", "Compare", page === "compare")}
           {link("/data", "Data", page === "data")}
           {link("/models", "Models", page === "models")}
+          {link("/cluster", "Cluster", page === "cluster")}
         </nav>
         <button class="ghost" onClick={change} title={`change to ${NEXT[look]}`}><span class="narrow">theme: </span>{look}</button>
       </header>
@@ -62,7 +59,8 @@ function App() {
         page === "run" && name ? <RunPage key={name} name={name} /> :
         page === "compare" ? <ComparePage /> :
         page === "data" ? <DataPage id={name ?? null} /> :
-        page === "models" ? <ModelsPage /> : (
+        page === "models" ? <ModelsPage /> :
+        page === "cluster" ? <ClusterPage part={name ?? null} job={rest ?? null} /> : (
           <main><div class="nothing"><h1>Nothing is here</h1><p><a href="/">All runs</a></p></div></main>
         )}
     </>

@@ -11,13 +11,18 @@ const SHAPES: Record<string, string> = {
   interrupted: "▲",
   submitted: "○",
   unreadable: "?",
+  waiting: "○",
+  held: "‖",
+  ending: "◐",
+  cancelled: "■",
+  impossible: "✕",
 };
 
 /** A state, told by shape and word; colour only helps. */
 export function State({ state }: { state: string }) {
   return (
     <span class={`state ${state}`}>
-      <span aria-hidden="true">{SHAPES[state] ?? "·"}</span> {state}
+      <span aria-hidden="true">{SHAPES[state] ?? "·"}</span> <span class="word">{state}</span>
     </span>
   );
 }

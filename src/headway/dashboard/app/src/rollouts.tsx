@@ -62,7 +62,7 @@ function Histogram({ values }: { values: number[] }) {
   const bars = useMemo(() => {
     const low = Math.min(...values);
     const high = Math.max(...values);
-    const size = Math.min(24, Math.max(6, new Set(values).size));
+    const size = low === high ? 1 : Math.min(24, Math.max(6, new Set(values).size));
     const bins = Array.from({ length: size }, () => 0);
     for (const value of values) bins[Math.min(size - 1, Math.floor((size * (value - low)) / (high - low || 1)))]++;
     return { low, high, bins, most: Math.max(...bins) };
@@ -76,7 +76,7 @@ function Histogram({ values }: { values: number[] }) {
           <rect key={index} x={index * width + 0.5} width={width - 1} y={58 - (54 * size) / bars.most} height={(54 * size) / bars.most + 2} />
         ))}
       </svg>
-      <figcaption><span>{number(bars.low)}</span><span>rewards</span><span>{number(bars.high)}</span></figcaption>
+      <figcaption>{bars.low === bars.high ? <span>every reward is {number(bars.low)}</span> : <><span>{number(bars.low)}</span><span>rewards</span><span>{number(bars.high)}</span></>}</figcaption>
     </figure>
   );
 }

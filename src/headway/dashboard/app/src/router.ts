@@ -1,5 +1,5 @@
 // Every view has an address: a path and a query, both kept by the browser's history.
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 
 const CHANGED = "headway:address";
 
@@ -60,3 +60,17 @@ export function followLinks(event: MouseEvent): void {
 }
 
 export const runUrl = (name: string, query = "") => `/run/${encodeURIComponent(name)}${query}`;
+
+/** Calls back for keys pressed outside of fields; always with the newest state, however fast keys follow each other. */
+export function useKeys(press: (event: KeyboardEvent) => void): void {
+  const newest = useRef(press);
+  newest.current = press;
+  useEffect(() => {
+    const listen = (event: KeyboardEvent) => {
+      if ((event.target as Element).matches?.("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
+      newest.current(event);
+    };
+    addEventListener("keydown", listen);
+    return () => removeEventListener("keydown", listen);
+  }, []);
+}

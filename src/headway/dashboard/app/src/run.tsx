@@ -2,7 +2,10 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { useAsk, useLive } from "./api";
 import { Chart, type Mark } from "./chart";
+import { jobUrl } from "./cluster_map";
+import { Documents } from "./documents";
 import { clock, count, duration, fixed, loss, number, percent, seconds, short, when } from "./format";
+import { Insights } from "./insights";
 import { Labels } from "./labels";
 import { Attempts, LedgerCard, PlanCard } from "./ledger";
 import { lineageUrl } from "./lineage";
@@ -11,11 +14,13 @@ import { Card, Command, Empty, Fact, Problem, State, Tabs } from "./parts";
 import { usePlots } from "./plots";
 import { RecipeView } from "./recipe";
 import { Rollouts } from "./rollouts";
-import { runUrl, setQuery, usePlace } from "./router";
+import { runUrl, setQuery, useKeys, usePlace } from "./router";
 import { Samples } from "./samples";
 import type { Ledger, Overview } from "./types";
 
 const FIRST = ["reward", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "eval_loss"];
+/** Of a policy: whether it learns, and what its answers become. */
+const FIRST_OF_POLICY = ["reward", "pass@", "length", "sampled_entropy", ...FIRST];
 const AT_FIRST = 4;
 const BUCKETS = 1000;
 
@@ -39,6 +44,7 @@ export function RunPage({ name }: { name: string }) {
     ["incidents", `Incidents${ledger.data?.incidents.length ? ` ${ledger.data.incidents.length}` : ""}`],
     ...(run.policy ? ([["rollouts", "Rollouts"]] as [string, string][]) : []),
     ["samples", "Samples"],
+    ...(run.policy ? [] : ([["documents", "Documents"]] as [string, string][])),
     ["logs", "Logs"],
     ["stacks", "Stacks"],
     ["recipe", "Recipe"],
@@ -51,6 +57,7 @@ export function RunPage({ name }: { name: string }) {
       <div class="columns">
         <Charts run={run} ledger={ledger.data} round={round} />
         <div class="side">
+          {ledger.data !== null && ledger.data.insights.length > 0 && <Insights run={run} insights={ledger.data.insights} />}
           {ledger.error ? <Card title="Ledger"><Problem error={ledger.error} /></Card> : <LedgerCard ledger={ledger.data} />}
           {ledger.data?.plan && <PlanCard plan={ledger.data.plan} />}
           {run.evaluations.length > 0 && <Evaluations run={run} />}
@@ -61,6 +68,7 @@ export function RunPage({ name }: { name: string }) {
         {tab === "incidents" && <Incidents ledger={ledger.data} run={run} />}
         {tab === "rollouts" && <Rollouts run={run} round={round} />}
         {tab === "samples" && <Samples run={run} round={round} />}
+        {tab === "documents" && <Documents run={run} />}
         {tab === "logs" && <Logs run={run} />}
         {tab === "stacks" && <Stacks run={run} round={round} />}
         {tab === "recipe" && <RecipeView run={run} />}
@@ -96,6 +104,7 @@ function Title({ run, ledger, live, gone, again }: { run: Overview; ledger: Ledg
         )}
         {!gone && !run.name.startsWith(".") && <Labels run={run} saved={again} />}
         <a class="muted" href={lineageUrl(run.name)}>lineage</a>
+        {run.job && <a class="muted" href={jobUrl(run.job)}>job {run.job}</a>}
         {gone && <span class="wrong" role="status">the folder of this run is gone: this is what was read before</span>}
         {!live && !gone && <span class="muted" role="status">not connected: what is shown may be old</span>}
       </div>
@@ -124,7 +133,9 @@ function Title({ run, ledger, live, gone, again }: { run: Overview; ledger: Ledg
 
 function Charts({ run, ledger, round }: { run: Overview; ledger: Ledger | null; round: number }) {
   const { query } = usePlace();
-  const usual = [...FIRST.filter((key) => run.metrics.includes(key))].slice(0, AT_FIRST);
+  const wanted = run.policy ? FIRST_OF_POLICY : FIRST;
+  const named = wanted.map((key) => (key.endsWith("@") ? run.metrics.find((metric) => metric.startsWith(key)) : run.metrics.find((metric) => metric === key)));
+  const usual = [...new Set(named.filter((key) => key !== undefined))].slice(0, AT_FIRST);
   const keys = query.getAll("key").filter((key) => run.metrics.includes(key));
   const shown = keys.length ? keys : usual;
   const smoothing = Number(query.get("smooth") ?? "0");
@@ -239,13 +250,8 @@ export function Choice({ label, value, options, pick }: { label: string; value: 
 }
 
 export function Escape({ active, act }: { active: boolean; act: () => void }) {
-  useEffect(() => {
-    if (!active) return;
-    const press = (event: KeyboardEvent) => {
-      if (event.key === "Escape") act();
-    };
-    addEventListener("keydown", press);
-    return () => removeEventListener("keydown", press);
+  useKeys((event) => {
+    if (active && event.key === "Escape") act();
   });
   return null;
 }

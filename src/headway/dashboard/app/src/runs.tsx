@@ -4,7 +4,7 @@ import { useAsk, useLive } from "./api";
 import { duration, fixed, loss, number, percent, short, when } from "./format";
 import { Empty, Problem, State } from "./parts";
 import { askPlots } from "./plots";
-import { go, runUrl, setQuery, usePlace } from "./router";
+import { go, runUrl, setQuery, useKeys, usePlace } from "./router";
 import type { RunRow } from "./types";
 
 interface Listing {
@@ -65,20 +65,16 @@ export function RunsPage() {
   const compare = () => {
     if (picked.size > 1) go(`/compare?${[...picked].map((name) => `run=${encodeURIComponent(name)}`).join("&")}`);
   };
-  useEffect(() => {
-    const press = (event: KeyboardEvent) => {
-      if ((event.target as Element).matches?.("input, textarea, select, button, summary") || event.ctrlKey || event.metaKey || event.altKey) return;
-      const row = rows[cursor];
-      if (event.key === "j" || event.key === "ArrowDown") setCursor(Math.min(cursor + 1, rows.length - 1));
-      else if (event.key === "k" || event.key === "ArrowUp") setCursor(Math.max(cursor - 1, 0));
-      else if (event.key === "x" && row) toggle(row.name);
-      else if (event.key === "Enter" && row && !(event.target as Element).closest("a")) go(runUrl(row.name));
-      else if (event.key === "c") compare();
-      else return;
-      event.preventDefault();
-    };
-    addEventListener("keydown", press);
-    return () => removeEventListener("keydown", press);
+  useKeys((event) => {
+    if ((event.target as Element).matches?.("button, summary")) return;
+    const row = rows[cursor];
+    if (event.key === "j" || event.key === "ArrowDown") setCursor(Math.min(cursor + 1, rows.length - 1));
+    else if (event.key === "k" || event.key === "ArrowUp") setCursor(Math.max(cursor - 1, 0));
+    else if (event.key === "x" && row) toggle(row.name);
+    else if (event.key === "Enter" && row && !(event.target as Element).closest("a")) go(runUrl(row.name));
+    else if (event.key === "c") compare();
+    else return;
+    event.preventDefault();
   });
   useEffect(() => body.current?.children[cursor]?.scrollIntoView({ block: "nearest" }), [cursor]);
 

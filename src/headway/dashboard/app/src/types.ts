@@ -38,6 +38,8 @@ export interface Overview extends RunRow {
   metrics: string[];
   parent: Parent | null;
   environment: Record<string, unknown>;
+  /** Of the cluster's service, that trains this run. */
+  job: string | null;
   policy: boolean;
   evaluations: Evaluation[];
   commands: Record<string, string>;
@@ -89,6 +91,29 @@ export interface PlanFacts {
   capacity_bytes: number;
 }
 
+// headway/track/insights.py
+export interface Insight {
+  kind: string;
+  text: string;
+  step: number | null;
+  evidence: Record<string, unknown>;
+}
+
+// documents.step_documents
+export interface StepDocuments {
+  step: number;
+  problem?: string;
+  hint?: string | null;
+  done: boolean;
+  last_step: number;
+  count: number;
+  first: number;
+  command: string;
+  parts: { row: number; dataset: string; document: number; first: number; end: number; tokens: number; text: string; cut: boolean; source: string | null; bits: number | null; stands_out: boolean }[];
+  /** Mean and largest surprise of the documents of steps around it. */
+  around: [number, number] | null;
+}
+
 // run_page.ledger_document
 export interface Ledger {
   total_s: number;
@@ -110,6 +135,7 @@ export interface Ledger {
   }[];
   incidents: Incident[];
   clock: { steps: number[]; walls: number[] };
+  insights: Insight[];
   warnings: string[];
 }
 
@@ -245,4 +271,122 @@ export interface Model {
     scores: { task: string; name: string; value: number; low: number | null; high: number | null; share: boolean }[];
   }[];
   commands: Record<string, string>;
+}
+
+// -- the cluster: cluster_source.py, and headway/cluster/service/views.py
+
+export interface MaybeProblem {
+  problem?: string;
+  hint?: string | null;
+}
+
+export interface ClusterNode {
+  name: string;
+  chip: string;
+  gpus: string[];
+  cpus: number;
+  memory_bytes: number;
+  state: string;
+  gpus_free: number;
+  cpus_free: number;
+  jobs: string[];
+  domains?: Record<string, string>;
+}
+
+export interface ClusterJob {
+  id: string;
+  name: string;
+  tenant: string;
+  state: string;
+  reason: string;
+  held: boolean;
+  starts: number;
+  exit_status: number | null;
+  submitted: number;
+  started: number | null;
+  ended: number | null;
+  gpus: number;
+  machines: number;
+  cpus: number;
+  priority: number;
+  preemptible: boolean;
+  placement: { node: string; gpus: string[] }[];
+}
+
+// headway/cluster/service/tenant_routes.py
+export interface Tenant {
+  name: string;
+  parent: string | null;
+  guarantee: number;
+  borrow: number | null;
+  budget_gpu_h: number | null;
+  gpus: number;
+  wanted_gpus: number;
+  spent_gpu_h: number;
+  month: string;
+}
+
+// headway/cluster/service/event_sentences.py
+export interface ClusterEvent {
+  seq: number;
+  at_s: number;
+  kind: string;
+  sentence: string;
+  job: string | null;
+  node: string | null;
+  name: string | null;
+  tenant: string | null;
+}
+
+export interface Cluster extends MaybeProblem {
+  nodes: ClusterNode[];
+  jobs: ClusterJob[];
+  over: ClusterJob[];
+  tenants: Tenant[];
+  newest: ClusterEvent[];
+}
+
+export interface ClusterSpan {
+  state: string;
+  begin_s: number;
+  end_s: number | null;
+  gpus: number;
+  nodes: string[];
+}
+
+export interface Lane {
+  job: string;
+  name: string | null;
+  tenant: string | null;
+  gpus: number;
+  spans: ClusterSpan[];
+}
+
+export interface Timeline extends MaybeProblem {
+  now_s: number;
+  jobs: Lane[];
+  hidden: number;
+  events: ClusterEvent[];
+  tenants: string[];
+  /** Why there are no spans: who may not read the record sees events only. */
+  refusal: string;
+}
+
+export interface JobDocument extends MaybeProblem {
+  job: ClusterJob;
+  tasks: string[];
+  spans: ClusterSpan[];
+  events: ClusterEvent[];
+  now_s: number;
+  run: string | null;
+}
+
+export interface WhyAnswer extends ClusterJob, MaybeProblem {
+  why: {
+    state: string;
+    sentence: string;
+    holders: { tenant: string; gpus: number; jobs: number | null; guarantee: number | null }[];
+    instead: { sentence: string }[];
+    start: { p50_s: number | null; p90_s: number | null } | null;
+  } | null;
 }
