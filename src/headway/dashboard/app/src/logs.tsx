@@ -98,6 +98,7 @@ function Follow({ run, file }: { run: Overview; file: string }) {
       </div>
       <pre
         ref={box}
+        role="region"
         tabIndex={0}
         aria-label={file}
         onScroll={(event) => {
@@ -128,7 +129,7 @@ export function Stacks({ run, round }: { run: Overview; round: number }) {
   return (
     <div class="files">
       <FileList files={data.files} active={file} />
-      <div class="log">{content.error ? <Problem error={content.error} /> : <pre tabIndex={0} aria-label={file}>{plain(content.data?.text ?? "")}</pre>}</div>
+      <div class="log">{content.error ? <Problem error={content.error} /> : <pre role="region" tabIndex={0} aria-label={file}>{plain(content.data?.text ?? "")}</pre>}</div>
     </div>
   );
 }

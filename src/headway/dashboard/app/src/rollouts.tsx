@@ -91,7 +91,7 @@ function GroupView({ group }: { group: Group }) {
         <h3>Prompt {count(group.sample)}</h3>
         <span class="muted">mean reward {fixed(mean, 3)}{group.step === null && ", left out"}</span>
       </header>
-      <pre class="prompt" tabIndex={0} aria-label="prompt">{group.prompt_text}</pre>
+      <pre class="prompt" role="region" tabIndex={0} aria-label="prompt">{group.prompt_text}</pre>
       <table class="plain answers">
         <thead>
           <tr><th scope="col" class="num">reward</th><th scope="col" class="num">advantage</th><th scope="col" class="num">tokens</th><th scope="col">answer</th></tr>

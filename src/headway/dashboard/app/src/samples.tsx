@@ -59,7 +59,7 @@ function Sample({ run, file }: { run: string; file: SampleFile }) {
 function TextSample({ run, file }: { run: string; file: SampleFile }) {
   const { data, error } = useAsk<{ text: string; cut: boolean }>("/api/sample-text", { run, path: file.path });
   if (error) return <Problem error={error} />;
-  return <pre tabIndex={0} aria-label={file.path}>{data?.text ?? ""}{data?.cut && "\n…"}</pre>;
+  return <pre role="region" tabIndex={0} aria-label={file.path}>{data?.text ?? ""}{data?.cut && "\n…"}</pre>;
 }
 
 function Answers({ run, task, step }: { run: string; task: string; step: number | null }) {
