@@ -18,7 +18,7 @@ HOLDING = ("starting", "running", "ending")
 
 
 @dataclass
-class Span:
+class JobSpan:
     """A stretch of a job's life in one state."""
 
     state: str
@@ -37,11 +37,11 @@ class JobSpans:
     tenant: str | None
     """None if the record no longer tells."""
     gpus: int
-    spans: list[Span] = field(default_factory=list)
+    spans: list[JobSpan] = field(default_factory=list)
     over: bool = False
 
     @property
-    def last(self) -> Span:
+    def last(self) -> JobSpan:
         """The newest span."""
         return self.spans[-1]
 
@@ -63,7 +63,7 @@ class ClusterRecord:
                 self._decided(decision)
         elif "job" in line:
             fields = line["job"]
-            spans = [Span("waiting", self.now_s)]
+            spans = [JobSpan("waiting", self.now_s)]
             self.jobs[fields["name"]] = JobSpans(fields["name"], fields["tenant"], int(fields["gpus"]), spans)
         elif "running" in line:
             self._enter(line["running"], "running")
@@ -96,7 +96,7 @@ class ClusterRecord:
             job.last.end_s = self.now_s
             if gpus is None and state in HOLDING:
                 gpus, nodes = job.last.gpus, job.last.nodes
-        job.spans.append(Span(state, self.now_s, None, gpus or 0, nodes))
+        job.spans.append(JobSpan(state, self.now_s, None, gpus or 0, nodes))
 
     def _end(self, name: str) -> None:
         job = self.jobs.get(name)

@@ -109,11 +109,11 @@ class ClusterSource:
             lines = [] if self._refusal else service.get("/api/v1/record", after=self._seen, limit=LINES)
             if not lines and not self._refusal:
                 return
-            told = service.get("/api/v1/events", after=self._seen, limit=len(lines) or LINES)
+            answer = service.get("/api/v1/events", after=self._seen, limit=len(lines) or LINES)
             for line in lines:
                 self._record.apply(line)
-            self._events.extend(told["events"])
-            more, self._seen = told["after"] > self._seen, told["after"]
+            self._events.extend(answer["events"])
+            more, self._seen = answer["after"] > self._seen, answer["after"]
 
     def _run_of(self, row: Mapping[str, Any]) -> str | None:
         """Return the run that a job trains: the one in this folder of runs that was submitted as this job."""
