@@ -51,6 +51,21 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "shard 2 tensor 2": {"parallel": {"shard": 2, "tensor": 2}},
     "shard 2 pipeline 2": {"parallel": {"shard": 2, "pipeline": 2}},
     "tensor 2 pipeline 2": {"parallel": {"tensor": 2, "pipeline": 2, "shard": 1}},
+    "context 2": {"parallel": {"context": 2, "shard": 1}},
+    "context 2, recomputed": {
+        "parallel": {"context": 2, "shard": 1, "context_attention": "all-gather"}, "train": {"recompute": "full"},
+    },
+    "context 2, selective": {"parallel": {"context": 2, "shard": 1}, "train": {"recompute": "selective"}},
+    "context 2, all-to-all": {
+        "parallel": {"context": 2, "shard": 1, "context_attention": "all-to-all"}, "train": {"recompute": "full"},
+    },
+    "context 2, ring": {"parallel": {"context": 2, "shard": 1, "context_attention": "ring"}},
+    "context 2, latent": {"parallel": {"context": 2, "shard": 1}, "model": DEEPSEEK},
+    "context 2 tensor 2": {"parallel": {"context": 2, "tensor": 2, "shard": 1}},
+    "context 4, ring": {"parallel": {"context": 4, "shard": 1, "context_attention": "ring"}},
+    "shard 2 context 2": {"parallel": {"shard": 2, "context": 2}, "train": {"recompute": "full"}},
+    "replicate 2 context 2": {"parallel": {"replicate": 2, "context": 2, "shard": 1}},
+    "context 2 pipeline 2": {"parallel": {"context": 2, "pipeline": 2, "shard": 1}},
     "shard 2, experts": {"parallel": {"shard": 2}, "model": MOE},
     "shard 2 expert 2": {"parallel": {"shard": 2, "expert": 2}, "model": MOE},
     "shard 2 expert 2, recomputed": {
@@ -113,7 +128,8 @@ def story(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     kinds = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
     moved = Counter[str]()
     for (kind, group), size in count.bytes.items():
-        moved[f"{kinds.get(kind, kind)} {'expert' if kind == 'alltoall' else names[group]}"] += size
+        axis = "expert" if kind == "alltoall" and "expert" in world.axes else names[group]
+        moved[f"{kinds.get(kind, kind)} {axis}"] += size
     return {name: torch.tensor(float(size)) for name, size in moved.items()}
 
 
@@ -125,12 +141,13 @@ def planned(recipe: Recipe, workers: int) -> Settings:
         seq=SEQ,
         batch=BATCH,
         microbatch=train.microbatch,
-        zero=3 if sizes["shard"] > 1 else 0,
+        zero=3 if sizes["shard"] * sizes["context"] > 1 else 0,
         recompute=train.recompute or "none",
         schedule=parallel.schedule,
         chunks=parallel.chunks,
         keeps_weights=bool(parallel.keep_weights),
         reduces_each=bool(parallel.reduce_each),
+        context_attention=parallel.context_attention or "all-gather",
         precision="float32",
         software=headway_software(compiled=False, autocasts=False, older=True),
     )

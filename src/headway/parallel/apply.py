@@ -219,7 +219,7 @@ def parallelize_model(
     layout = layout_of(model, recipe.model.layout)
     tensor, pipeline, context = world.axis("tensor"), world.axis("pipeline"), world.axis("context")
     if context.size > 1:
-        check_sequences(model, recipe, context.size, objective)
+        check_sequences(model, context.size, objective)
     names = frozenset(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
     rows = train.batch // world.data.size
     microbatch = min(train.microbatch or rows, rows)
@@ -308,7 +308,7 @@ def parallelize_model(
     )
 
 
-def check_sequences(model: nn.Module, recipe: Recipe, size: int, objective: Objective | TeacherTargets | None) -> None:
+def check_sequences(model: nn.Module, size: int, objective: Objective | TeacherTargets | None) -> None:
     """Raise ModelError for what cannot be split over the context axis."""
     if not isinstance(model, Decoder):
         raise ModelError(
@@ -318,7 +318,8 @@ def check_sequences(model: nn.Module, recipe: Recipe, size: int, objective: Obje
         )
     if objective is not None:
         raise ModelError(
-            f"parallel.context is {size}, but only the loss of next tokens, unweighted, can be split by sequence",
+            f"parallel.context is {size}, but only the plain loss of next tokens, without weights of samples, can be "
+            f"split by sequence",
             hint="--set parallel.context=1, and shard, tensor or pipeline axes instead",
         )
 

@@ -1,7 +1,7 @@
 """The context axis: each sequence is split over workers, from outside the model.
 
-A sequence is cut into twice as many chunks as workers. Each has one chunk and its mirror, so that under causal attention
-all have the same work. Everything but attention sees tokens one by one and needs no more; positions, and masks of
+A sequence is cut into twice as many chunks as workers. Each has one chunk and its mirror, so that all have the same
+work in causal attention. Everything but attention sees tokens one by one and needs no more; positions, and masks of
 documents and windows, are those of the whole sequence. For attention there are three ways, `ATTENTION`:
 
     all-gather   every worker gets all keys and values
@@ -207,7 +207,8 @@ class RingAttention:
     """
 
     parts: SequenceParts
-    documents_BS: Tensor | None
+    documents: Tensor | None
+    """Of whole sequences [B, S]."""
 
     @classmethod
     def of(cls, contexts: SplitContexts, _: Tensor, __: int, documents_BS: Tensor | None) -> SplitAttention:
@@ -247,7 +248,7 @@ class RingAttention:
     def _mask(self, first: int, key: int, each: int, window: int | None, device: torch.device) -> Tensor:
         """Return the mask of the queries of a chunk and the keys of another, by where they begin."""
         positions = torch.arange(each, device=device)
-        documents = self.documents_BS
+        documents = self.documents
         of_queries = None if documents is None else documents[:, first : first + each]
         of_keys = None if documents is None else documents[:, key : key + each]
         return attention_mask(first + positions, key + positions, window, of_queries, of_keys)

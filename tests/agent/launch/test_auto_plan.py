@@ -480,10 +480,10 @@ def test_other_number_of_workers_gets_a_new_plan_from_its_step_on(lab, recipe) -
 
 
 def test_unsupported_axis_is_refused_by_name(tmp_path: Path, recipe) -> None:
-    runs = "this version's trainer runs replicate, shard, tensor, pipeline and expert only"
-    with pytest.raises(RecipeError, match=rf"parallel\.context is 2: {runs}") as caught:
-        new_run(recipe({"parallel.context": 2, "parallel.shard": 2}), tmp_path / "runs")
-    assert "--mesh shard=4 would run; headway plan --mesh" in (caught.value.hint or "")
+    changes = {"parallel.context": 2, "parallel.shard": 2, "objective": {"kind": "dpo"}}
+    with pytest.raises(RecipeError, match=r"parallel\.context is 2, but it does not support objective dpo") as caught:
+        new_run(recipe(changes), tmp_path / "runs")
+    assert "shard, replicate, tensor and pipeline" in (caught.value.hint or "")
     assert not (tmp_path / "runs").exists()
 
 

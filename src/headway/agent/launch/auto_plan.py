@@ -111,13 +111,14 @@ def settings_as_written(recipe: Recipe, cluster: Cluster) -> Settings:
     mesh, parallel, recompute = stated_mesh(recipe.parallel, cluster.devices), recipe.parallel, recipe.train.recompute
     task = make_task(recipe, cluster)
     settings = replace(
-        settings_of(task, mesh, 3 if mesh.shard > 1 else 0, default_microbatch(recipe, mesh)),
+        settings_of(task, mesh, 3 if mesh.owners > 1 else 0, default_microbatch(recipe, mesh)),
         recompute=recompute or "none",
         recompute_blocks=recipe.train.recompute_blocks if recompute else None,
     )
     if parallel is None:
         return settings
     settings = replace(settings, keeps_weights=bool(parallel.keep_weights), reduces_each=bool(parallel.reduce_each))
+    settings = replace(settings, context_attention=parallel.context_attention)
     return replace(settings, schedule=parallel.schedule, chunks=parallel.chunks, stages=parallel.stages)
 
 
@@ -154,13 +155,13 @@ def _choose(recipe: Recipe, baseline: Estimate, cluster: Cluster, any_mesh: bool
 
 
 def _best(recipe: Recipe, cluster: Cluster, mesh: Mesh | None) -> Estimate:
-    choices = SearchSpace(mesh=mesh, limits=supported_limits(recipe.model))
+    choices = SearchSpace(mesh=mesh, limits=supported_limits(recipe))
     return plan(recipe, cluster, fidelity=_fidelity(cluster), choices=choices, keep=1).best.estimate
 
 
 def _smallest(recipe: Recipe, baseline: Estimate, cluster: Cluster, mesh: Mesh | None) -> Estimate:
     """Return the settings that need least memory; the prediction may be off by what is missing."""
-    choices = narrow_space(recipe, cluster, SearchSpace(mesh=mesh, limits=supported_limits(recipe.model)))
+    choices = narrow_space(recipe, cluster, SearchSpace(mesh=mesh, limits=supported_limits(recipe)))
     if recipe.train.recompute is None:
         choices = replace(choices, recompute=("full",))
     arch, all_settings = baseline.architecture, candidates(make_task(recipe, cluster), cluster, choices)
@@ -177,7 +178,7 @@ def _chosen(recipe: Recipe, settings: Settings) -> dict[str, Any]:
     settled: dict[str, Any] = {"train.microbatch": settings.microbatch, "train.recompute": settings.recompute}
     if settings.recompute_blocks is not None and settings.recompute != "none":
         settled["train.recompute_blocks"] = settings.recompute_blocks
-    mesh, sharded = settings.mesh, settings.mesh.shard > 1 and settings.mesh.pipeline == 1
+    mesh, sharded = settings.mesh, settings.mesh.owners > 1 and settings.mesh.pipeline == 1
     stated = recipe.parallel is not None
     if stated or settings.keeps_weights or settings.reduces_each or mesh != Mesh(shard=mesh.devices):
         settled |= {f"parallel.{axis}": getattr(mesh, axis) for axis in CHOSEN_AXES if not stated}
