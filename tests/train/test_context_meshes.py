@@ -78,5 +78,5 @@ def test_killed_run_ends_with_the_same_bits(lab, recipe, name: str, stage: str) 
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused(lab, recipe, settings, message: str, hint: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
-        lab.train(recipe({"parallel.shard": 1} | settings), workers=None)
+        lab.train(recipe(MODEL | {"parallel.shard": 1} | settings), workers=None)
     assert hint in (caught.value.hint or "")

@@ -12,6 +12,7 @@ from headway.agent.launch.trainer_support import supported_limits
 from headway.errors import HeadwayError, UsageError
 from headway.hardware import Cluster, Devices, default_cluster, find_ceilings, find_chip, this_cpu
 from headway.plan.candidates import candidates, held_microbatches, settings_of
+from headway.plan.context import context_attention
 from headway.plan.costs import Fidelity, make_cost_model
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.flops import layer_parameters
@@ -187,14 +188,22 @@ def _chosen(recipe: Recipe, settings: Settings) -> dict[str, Any]:
     if mesh.pipeline > 1:
         settled |= {} if stated else {"parallel.schedule": settings.schedule, "parallel.chunks": settings.chunks}
         settled["parallel.stages"] = list(settings.stages or ())
-    return _open(recipe, settled)
+    return _open(recipe, settled | _attention(recipe, settings))
 
 
 def _required(recipe: Recipe, settings: Settings) -> dict[str, Any]:
-    """Return the keys that a pipeline's workers need and the recipe leaves open."""
-    if settings.mesh.pipeline == 1:
+    """Return the keys that workers of a pipeline or a context axis need and the recipe leaves open."""
+    required = _attention(recipe, settings)
+    if settings.mesh.pipeline > 1:
+        required |= {"train.microbatch": settings.microbatch, "parallel.stages": list(settings.stages or ())}
+    return _open(recipe, required)
+
+
+def _attention(recipe: Recipe, settings: Settings) -> dict[str, Any]:
+    """Return how workers of a context axis attend to each other's parts of sequences."""
+    if settings.mesh.context == 1:
         return {}
-    return _open(recipe, {"train.microbatch": settings.microbatch, "parallel.stages": list(settings.stages or ())})
+    return {"parallel.context_attention": context_attention(recipe.model.architecture(), settings)}
 
 
 def _open(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
