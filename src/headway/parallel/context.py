@@ -236,9 +236,9 @@ class RingAttention:
         for hop in range(axis.size):
             if hop:
                 kv_BLKH = shifted(kv_BLKH, axis.group)
-            theirs = self.parts.chunks_of((axis.rank - hop) % axis.size)
+            sent_chunks = self.parts.chunks_of((axis.rank - hop) % axis.size)
             for i, q_BCNH in enumerate(q_BLNH.chunk(2, SEQUENCE)):
-                for number, kv_BCKH in zip(theirs, kv_BLKH.chunk(2, SEQUENCE), strict=True):
+                for number, kv_BCKH in zip(sent_chunks, kv_BLKH.chunk(2, SEQUENCE), strict=True):
                     if number <= own[i]:
                         k_BCKH, v_BCKH = kv_BCKH.split((k_BLKH.shape[-1], v_BLKH.shape[-1]), dim=-1)
                         mask = self._mask(own[i] * each, number * each, each, window, q_BLNH.device)

@@ -36,7 +36,7 @@ def check_axes(recipe: Recipe) -> None:
         if whole is not None:
             raise RecipeError(
                 f"parallel.context is {size}, but it does not support {whole}",
-                hint="use shard, replicate, tensor and pipeline axes",
+                hint="its workers need whole sequences: use shard, replicate, tensor and pipeline axes",
             )
 
 

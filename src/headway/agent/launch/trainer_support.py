@@ -39,9 +39,9 @@ def supported_limits(recipe: Recipe) -> TrainerLimits:
 def whole_sequences(recipe: Recipe) -> str | None:
     """Return what of a recipe needs whole sequences on each worker; None if the context axis can split them."""
     if recipe.model.class_ is not None:
-        return f"model.class {recipe.model.class_}, whose attention Headway does not know"
+        return f"model.class {recipe.model.class_}"
     if isinstance(recipe.model, DiffusionModel):
-        return f"{recipe.model.family}, a diffusion transformer"
+        return f"family {recipe.model.family}"
     if not isinstance(recipe.objective, Pretrain | Sft):
-        return f"objective {recipe.objective.kind}, which needs whole sequences on each worker"
-    return "inference.exact, whose kernels take whole sequences" if recipe.inference.exact else None
+        return f"objective {recipe.objective.kind}"
+    return "inference.exact" if recipe.inference.exact else None
