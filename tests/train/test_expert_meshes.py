@@ -1,5 +1,5 @@
-"""Whole runs on the axis of experts: one worker's losses, under every optimizer; states that other meshes take over; and
-the bits of an uninterrupted run after a kill."""
+"""Whole runs on the axis of experts: one worker's losses, under every optimizer; states that other meshes take over;
+and the bits of an uninterrupted run after a kill."""
 
 from typing import Any
 
