@@ -1,5 +1,6 @@
 """Jobs on a node: as their tenant's user, in control groups, with a folder of their own."""
 
+import json
 import os
 import pwd
 import shutil
@@ -71,6 +72,32 @@ def test_node_runs_only_jobs_of_its_tenants(tmp_path: Path) -> None:
     (report,) = node.report().starts
     assert report.result == RankResult(error="this node runs jobs of red only, not of blue")
     assert not (tmp_path / "ran").exists()
+
+
+def test_job_can_put_its_scratch_folder_into_lists_of_paths(tmp_path: Path) -> None:
+    script = (
+        'mkdir "$HEADWAY_SCRATCH/bin"; printf "#!/bin/sh\\necho mine" >"$HEADWAY_SCRATCH/bin/own-tool"; '
+        'chmod +x "$HEADWAY_SCRATCH/bin/own-tool"; PATH="$HEADWAY_SCRATCH/bin:$PATH" own-tool'
+    )
+    starts = HostStarts(tmp_path / "node")
+    request = LaunchRequest("job", ("bash", "-c", script), tmp_path)
+    starts.begin(WantedStart("20_3:1:0", "run", (), 0, ("m1",), 1, 3, request_to_json(request)))
+    eventually(lambda: starts.report()[0].state == "exited")
+    assert [path.read_text() for path in tmp_path.glob("jobs/*/*/*.log")] == ["mine\n"]
+
+
+def test_start_in_a_folder_named_by_its_key_is_still_found_and_forgotten(tmp_path: Path) -> None:
+    folders = [tmp_path / kind / "1:1:0" for kind in ("starts", "scratch", "secrets")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    fields = {"key": "1:1:0", "boot": "an earlier one", "began": 0.0, "limit_s": None, "grace_s": 1.0, "folder": None}
+    (folders[0] / "start.json").write_text(json.dumps(fields))
+    starts = HostStarts(tmp_path)
+    (report,) = starts.report()
+    assert report.result is not None
+    assert (report.key, report.result.lost) == ("1:1:0", True)
+    starts.forget("1:1:0")
+    assert not any(folder.exists() for folder in folders)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +182,7 @@ def test_job_runs_as_its_tenant_s_user_and_sees_no_other(starts: HostStarts, pla
     user = pwd.getpwnam(RED)
     assert (result.status, result.reported) == (75, 75)
     assert printed.split("\n")[:3] == [RED, str(user.pw_gid), user.pw_dir]
-    scratch = place / "node" / "scratch" / "1:1:0"
+    scratch = place / "node" / "scratch" / "1-1-0"
     assert (scratch / "mine").stat().st_uid == user.pw_uid
     log = place / "red-1" / "jobs" / "1" / "0001-0.log"
     peek = f"ls {scratch}; ls {place}/node/starts; ls {place}/red-1; cat {log}; kill -0 {os.getpid()}"
@@ -189,12 +216,12 @@ def test_control_group_limits_memory_and_leaves_nothing_behind(starts: HostStart
     script = 'setsid sleep 1000 & echo $! >"$HEADWAY_SCRATCH/pid"; head -c 200000000 /dev/zero | tail | wc -c'
     result, printed = run(starts, place, "red", "1:1:0", f"set -o pipefail; {script}", memory_bytes=64 * 2**20)
     assert result.status != 0, printed
-    pid = int((place / "node" / "scratch" / "1:1:0" / "pid").read_text())
+    pid = int((place / "node" / "scratch" / "1-1-0" / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     groups = starts._isolation.cgroups
     assert isinstance(groups, Cgroups)
     starts.forget("1:1:0")
-    assert not any((folder / "1:1:0").exists() for folder in groups.folders.values())
+    assert not any((folder / "1-1-0").exists() for folder in groups.folders.values())
     for folder in set(groups.folders.values()):
         folder.rmdir()
 
