@@ -155,7 +155,7 @@ def join(served: Served, cluster: Cluster, name: str) -> Path:
     folder = cluster.folder / name
     token = served.connect(USER).post("/api/v1/join-tokens", {})["token"]
     spec = {"name": name, "chip": "fake", "gpus": ["a"], "cpus": 2, "memory_bytes": 2**30, "tenants": ["red"]}
-    join_cluster(folder, NodeSettings(served.url, name, served.fingerprint, spec), token)
+    join_cluster(folder, NodeSettings(served.url, name, served.fingerprint, spec, jobs_as_root=True), token)
     return folder
 
 

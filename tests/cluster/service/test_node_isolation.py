@@ -23,8 +23,9 @@ from headway.cluster.service.host_starts import HostStarts
 from headway.cluster.service.isolation import Isolation, isolation_of, remove_scratch
 from headway.cluster.service.messages import NodeOrders, WantedStart
 from headway.cluster.service.node import ClusterNode
+from headway.cluster.service.node_agent import NodeSettings, join_cluster, run_node
 from headway.cluster.service.outcome import RankResult
-from headway.errors import UsageError
+from headway.errors import EngineUnreachable, UsageError
 
 RED, BLUE = "daemon", "nobody"
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="running jobs as other users needs root")
@@ -113,6 +114,30 @@ def test_node_that_cannot_keep_tenants_apart_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=sentence):
         isolation_of(tmp_path, tenants, users)
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_jobs_run_as_root_only_if_root_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int) -> None:
+    monkeypatch.setattr("headway.cluster.service.isolation.find_cgroups", lambda folder: None)
+    monkeypatch.setattr("os.geteuid", lambda: uid)
+    settings = NodeSettings("https://127.0.0.1:1", "m1", "0" * 64, {"name": "m1"})
+    accepted = (EngineUnreachable, "does not answer")
+    refusal, words = (UsageError, "would run as root") if uid == 0 else accepted
+    with pytest.raises(refusal, match=words):  # before its token is used
+        join_cluster(tmp_path / "a", settings, "t" * 20)
+    with pytest.raises(accepted[0], match=accepted[1]):
+        join_cluster(tmp_path / "b", replace(settings, jobs_as_root=True), "t" * 20)
+
+
+def test_agent_of_root_that_joined_before_is_refused_without_the_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    fields = {"url": "https://127.0.0.1:1", "name": "m1", "fingerprint": None, "spec": {"tenants": ["red"]}}
+    (tmp_path / "node.json").write_text(json.dumps({"format": 1, "users": {}} | fields))
+    with pytest.raises(UsageError, match="would run as root") as refused:
+        run_node(tmp_path)
+    assert "--jobs-as-root" in (refused.value.hint or "")
 
 
 def test_report_of_a_job_is_read_from_a_plain_file_only(tmp_path: Path) -> None:
@@ -233,4 +258,5 @@ def test_multi_tenant_node_without_control_groups_is_refused(place: Path, monkey
     assert isolation_of(place, ["red"], {"red": RED}).cgroups is None
     with pytest.raises(UsageError, match="no control groups"):
         isolation_of(place, ["red", "blue"], {"red": RED, "blue": BLUE})
-    assert replace(isolation_of(place, ["red"], {}), cgroups=None) == Isolation(("red",))
+    as_root = isolation_of(place, ["red"], {}, jobs_as_root=True)
+    assert replace(as_root, cgroups=None) == Isolation(("red",))
