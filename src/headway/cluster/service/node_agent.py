@@ -21,7 +21,7 @@ from headway.cluster.service.connection import ServiceConnection
 from headway.cluster.service.isolation import Isolation, isolation_of
 from headway.cluster.service.join import check_name
 from headway.cluster.service.node_process import run_agent
-from headway.errors import EngineError, UsageError
+from headway.errors import EngineError, UnknownNode, UsageError
 
 SETTINGS, KEY, CERTIFICATE = "node.json", "node.key", "certificate.pem"
 
@@ -83,7 +83,8 @@ def _isolation(folder: Path, settings: NodeSettings) -> Isolation:
 
 
 def run_node(folder: Path, *, jobs_as_root: bool = False) -> int:
-    """Run the agent of a node that has joined, until Ctrl-C or SIGTERM; its jobs go on."""
+    """Run the agent of a node that has joined, until Ctrl-C or SIGTERM; its jobs go on. UnknownNode if it was
+    removed."""
     settings, stopping = read_settings(folder), threading.Event()
     settings = replace(settings, jobs_as_root=settings.jobs_as_root or jobs_as_root)
     isolation = _isolation(folder, settings)
@@ -94,6 +95,14 @@ def run_node(folder: Path, *, jobs_as_root: bool = False) -> int:
         settings.url, None, keep=True, fingerprint=settings.fingerprint, certificate=certificate
     )
     print(f"node {settings.name} of {settings.url}: Ctrl-C ends its agent; jobs go on", file=sys.stderr, flush=True)
-    return run_agent(
-        settings.name, folder, connection, lambda: not stopping.is_set(), spec=settings.spec, isolation=isolation
-    )
+    try:
+        return run_agent(
+            settings.name, folder, connection, lambda: not stopping.is_set(), spec=settings.spec, isolation=isolation
+        )
+    except UnknownNode as error:
+        if isolation.cgroups is not None:
+            isolation.cgroups.close()
+        raise UnknownNode(
+            f"{settings.url}: {error.message}",
+            hint=f"to join again: rm {folder / SETTINGS}, then headway node join with a new token",
+        ) from None

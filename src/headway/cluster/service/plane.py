@@ -35,7 +35,7 @@ from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_jo
 from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
 from headway.cluster.service.visibility import own_reason
-from headway.errors import EngineError, UsageError
+from headway.errors import EngineError, UnknownNode, UsageError
 
 ALIVE = ("starting", "running", "ending")
 RESULT = RankResult.__dataclass_fields__
@@ -329,7 +329,7 @@ class ControlPlane:
             known = connection.execute(_KNOWN, {"name": report.node}).first()
             rows = _by_key(connection.execute(_WANTED, {"name": report.node}).all())
         if known is None:
-            raise UsageError(f"unknown node '{report.node}'", hint="it was removed: headway node join")
+            raise UnknownNode(f"unknown node '{report.node}': it was removed", hint="headway node join")
         if known.fingerprint != peer:
             raise UsageError(
                 f"whoever reports for node '{report.node}' has another certificate than it",
