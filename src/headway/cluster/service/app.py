@@ -203,15 +203,8 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
 def _headway_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HeadwayError)
     status = 400 if error.usage else 503 if isinstance(error, EngineUnreachable) else 409
-    kind = (
-        UNKNOWN_NODE
-        if isinstance(error, UnknownNode)
-        else "usage"
-        if error.usage
-        else "engine"
-        if isinstance(error, EngineError)
-        else "other"
-    )
+    usage = UNKNOWN_NODE if isinstance(error, UnknownNode) else "usage"
+    kind = usage if error.usage else "engine" if isinstance(error, EngineError) else "other"
     return JSONResponse({"error": error.message, "hint": error.hint, "kind": kind}, status_code=status)
 
 
