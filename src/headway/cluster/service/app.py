@@ -116,7 +116,7 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
             if not names:
                 raise UsageError(f"no job '{job}'", hint="headway queue lists jobs")
             rows = list_jobs(connection, names, tenants=tenants)
-        return [row | {"progress": plane.progress.get(row["id"])} for row in rows]
+        return [row | {"progress": plane.reports.progress.get(row["id"])} for row in rows]
 
     def to_change(job: str, caller: Principal) -> str:
         """The id or array of jobs that the caller may change."""
