@@ -23,6 +23,7 @@ from headway.cluster.service.node_routes import add_code_routes, add_node_routes
 from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
+from headway.cluster.service.stream_routes import OpenedStream, PortRequest, add_stream_routes, open_stream
 from headway.cluster.service.tenant_routes import add_tenant_routes
 from headway.cluster.service.uploaded_code import CodeStore
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
@@ -95,6 +96,7 @@ def make_app(
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
     add_operation_routes(app, service)
+    add_stream_routes(app, service.plane)
     add_node_routes(app, service, authority)
     add_code_routes(app, service, code)
     add_access_routes(app, service, accounts)
@@ -169,6 +171,10 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
     def set_priority(job: JobName, body: PriorityRequest, caller: Caller) -> dict[str, Any]:
         changed = plane.set_priority(to_change(job, caller), body.priority)
         return {"changed": changed, "jobs": listed(job, caller)}
+
+    @app.post("/api/v1/jobs/{job}/streams")
+    def connect(job: JobName, body: PortRequest, caller: Caller) -> OpenedStream:
+        return open_stream(plane, store, caller.user, to_change(job, caller), body.port)
 
     @app.post("/api/v1/jobs/{job}/{verb}")
     def change(job: JobName, verb: Literal["cancel", "hold", "release"], caller: Caller) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport
 from headway.cluster.service.node_changes import NodeChanges
 from headway.cluster.service.node_state import node_state, unwanted_starts
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.port_streams import PortStreams
 from headway.cluster.service.run_progress import JobProgress
 from headway.cluster.service.secret_store import SecretStore
 from headway.cluster.service.store import ServiceStore, Transaction
@@ -46,10 +47,11 @@ class NodeReports:
         fleet: Fleet,
         node_changes: NodeChanges,
         secrets: SecretStore,
+        streams: PortStreams,
         speed: float,
     ) -> None:
         self._store, self._control, self._fleet, self._node_changes = store, control, fleet, node_changes
-        self._secrets, self._speed = secrets, speed
+        self._secrets, self._streams, self._speed = secrets, streams, speed
         self.progress: dict[str, JobProgress] = {}
         """Of running jobs that report it, since this service has started."""
         self._saves: dict[str, tuple[str, int | None]] = {}
@@ -99,7 +101,9 @@ class NodeReports:
             rows = {key: row for key, row in rows.items() if key in begun}
         values = self._secret_values(list(rows.values()))
         starts = tuple(_wanted_start(row, values) for row in rows.values())
-        orders = NodeOrders(self._store.epoch, self._store.cluster, starts, self._fleet.give_up_after_s)
+        streams = self._streams.wanted(report.node)
+        cluster, give_up_s = self._store.cluster, self._fleet.give_up_after_s
+        orders = NodeOrders(self._store.epoch, cluster, starts, give_up_s, streams)
         if not any(values.values()):
             self._last_syncs[report.node] = version, peer, report, orders
         return orders
