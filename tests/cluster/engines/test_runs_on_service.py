@@ -1,5 +1,6 @@
 """Runs of the service that are stopped, preempted or moved, or whose service is killed, match uninterrupted ones."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from engine_runs import EngineRun, demo, headway, train_uninterrupted
+from engine_runs import ONE_CORE, EngineRun, demo, headway, train_uninterrupted
 
 from conftest import Lived
 from eventually import eventually
@@ -17,7 +18,8 @@ from headway.cluster.service.connection import connect, job_path
 from headway.cluster.service.service_engine import ServiceEngine
 from headway.cluster.submit.runs import provisional_run, request_for
 from headway.hardware import parse_on
-from headway.recipe import Recipe
+from headway.recipe import Recipe, to_toml
+from headway.track import RunFolder
 from service_process import ServiceProcess
 
 
@@ -123,5 +125,43 @@ def test_run_preempted_twice_by_higher_priority_matches_an_undisturbed_run(
         assert [stop["name"] for stop in stops] == [run.name, run.name]
         result, undisturbed = Lived(run.folder, None), train_uninterrupted(short, tmp_path / "undisturbed")
         assert (result.chain, result.digest) == (undisturbed.chain, undisturbed.digest), run.diagnosis()
+    finally:
+        service.stop()
+
+
+@pytest.mark.slow
+def test_sweep_is_one_array_of_the_service_and_its_runs_match_those_alone(
+    tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "engines.toml"
+    file.write_text(f"[service]\nsetup = ['{ONE_CORE}']\n")
+    monkeypatch.setenv("HEADWAY_ENGINES", str(file))
+    short, runs = demo(dataset, train__steps=40), tmp_path / "runs"
+    (tmp_path / "r.toml").write_text(to_toml(short))
+    service = ServiceProcess(runs, "--gpus", "0", "--cpus", "2")
+    service.start()
+    try:
+        where = ("--runs", str(runs))
+        words = ("sweep", str(tmp_path / "r.toml"), "--grid", "seed=1,2,3", "--name", "s")
+        words += ("--engine", "service", "--on", "cpux1", *where)
+        array = json.loads(headway(*words, "--at-once", "1", "--detach", "--json"))["job"]
+        rows = connect(runs).get(job_path(array))
+        assert [row["id"] for row in rows] == [f"{array}_{index}" for index in range(3)]
+        assert sum(row["state"] in ("starting", "running") for row in rows) <= 1
+        headway("cancel", "s-seed_3", *where)
+        engine = ServiceEngine(runs)
+        ends = ["finished", "finished", "cancelled"]
+        eventually(lambda: [engine.status([row["id"]])[row["id"]].state for row in rows] == ends, service.log.read_text)
+        headway("requeue", "s", *where)
+        table = json.loads(headway(*words, "--at-once", "1", "--json"))
+        assert {point["run"]: point["state"] for point in table["points"]} == {
+            f"s-seed_{seed}": "finished" for seed in (1, 2, 3)
+        }
+        for seed in (1, 3):
+            alone = train_uninterrupted(
+                demo(dataset, train__steps=40, seed=seed), tmp_path / f"alone-{seed}", workers=1
+            )
+            swept = Lived(RunFolder(runs / f"s-seed_{seed}"), None)
+            assert (swept.chain, swept.digest) == (alone.chain, alone.digest)
     finally:
         service.stop()

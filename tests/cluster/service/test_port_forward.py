@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -32,7 +33,7 @@ from headway.cluster.service.port_streams import (
 )
 from headway.cluster.service.service_engine import ServiceEngine
 from headway.errors import EngineError, UsageError
-from service_process import ServiceProcess, headway
+from service_process import ServiceProcess
 
 api, database = test_service_api.api, test_service_api.database
 ECHO = """
@@ -202,7 +203,7 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceP
     agent = None
     try:
         if joined:
-            (tmp_path / "token").write_text(headway(service.runs, "node", "token"))
+            (tmp_path / "token").write_text(connect(service.runs).post("/api/v1/join-tokens", {})["token"])
             agent = join(service, tmp_path)
             eventually(lambda: connect(service.runs).get("/api/v1/nodes"), (tmp_path / "agent.log").read_text)
         yield service
@@ -227,38 +228,39 @@ def join(service: ServiceProcess, folder: Path) -> "subprocess.Popen[bytes]":
 def test_echo_server_of_a_job_answers_through_the_service(service: ServiceProcess, tmp_path: Path) -> None:
     engine, folder = ServiceEngine(service.runs), tmp_path / "job"
     folder.mkdir()
-    job = engine.launch(
-        LaunchRequest("echo", (sys.executable, "-c", f"import os; os.chdir({str(folder)!r}){ECHO}"), folder)
-    )
+    (folder / "echo.py").write_text(f"import os; os.chdir({str(folder)!r}){ECHO}")
+    job = engine.launch(LaunchRequest("echo", (sys.executable, str(folder / "echo.py")), folder))
     eventually((folder / "port").exists, service.log.read_text)
     eventually(lambda: engine.status([job])[job].state == "running")
     log, port = tmp_path / "forward.log", int((folder / "port").read_text())
+    contents = [Random(number).randbytes(size) for number, size in enumerate((0, 1, 3_000_000, 100_000))]
+    with forwarded(service, job, port, log) as local, ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda content: exchange(local, content), contents))
+    assert answers == [content + b"end" for content in contents]
+    assert log.read_text() == ""
     with socket.create_server(("127.0.0.1", 0)) as other:
         others = other.getsockname()[1]
-        assert f"no process of job {job} listens" in through(service, job, others, log, b"x")[1]
-    contents = [Random(number).randbytes(size) for number, size in enumerate((0, 1, 3_000_000, 100_000))]
-    answers, errors = through(service, job, port, log, *contents)
-    assert answers == [content + b"end" for content in contents]
-    assert errors == ""
+        with forwarded(service, job, others, log) as local:
+            assert exchange(local, b"") == b""
+            eventually(lambda: f"no process of job {job} listens on 127.0.0.1:{others}" in log.read_text())
 
 
-def through(service: ServiceProcess, job: str, port: int, log: Path, *contents: bytes) -> tuple[list[bytes], str]:
-    """What connections through `headway port-forward` answer, all at once, and what it printed on stderr."""
+@contextmanager
+def forwarded(service: ServiceProcess, job: str, port: int, log: Path) -> Iterator[int]:
+    """Yield the local port of a `headway port-forward`, whose stderr goes to a log."""
     program = [sys.executable, "-c", "from headway.cli.main import main; main()", "port-forward", job, f"{port}:0"]
     with log.open("w") as stderr:
-        forward = subprocess.Popen(
+        process = subprocess.Popen(
             [*program, "--runs", str(service.runs)], stdout=subprocess.PIPE, stderr=stderr, text=True
         )
-    try:
-        assert forward.stdout is not None
-        line = forward.stdout.readline()
-        assert f"port {port} of job {job} (echo)" in line, log.read_text()
-        local = int(line.split(":")[1])
-        with ThreadPoolExecutor() as pool:
-            return list(pool.map(lambda content: exchange(local, content), contents)), log.read_text()
-    finally:
-        forward.terminate()
-        forward.wait()
+    with process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert f"port {port} of job {job} (echo)" in line, log.read_text()
+            yield int(line.split(":")[1])
+        finally:
+            process.terminate()
 
 
 def exchange(port: int, content: bytes) -> bytes:
