@@ -140,7 +140,7 @@ def request_of(world: AccessWorld, row: str, tenant: str, caller: str) -> tuple[
         "{digest}": lambda: sha256(ARCHIVE).hexdigest(),
         "{user}": lambda: fresh_user(world, tenant),
         "{token}": lambda: fresh_token(world, user),
-        "{stream}": lambda: fresh_stream(world, user if mine else "somebody"),
+        "{stream}": lambda: fresh_stream(world, user),
         "{secret}": lambda: "NAME",
         "{tenant}": lambda: tenant,
     }

@@ -4,6 +4,7 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -173,8 +174,9 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
         return {"changed": changed, "jobs": listed(job, caller)}
 
     @app.post("/api/v1/jobs/{job}/streams")
-    def connect(job: JobName, body: PortRequest, caller: Caller) -> OpenedStream:
-        return open_stream(plane, store, caller.user, to_change(job, caller), body.port)
+    async def connect(job: JobName, body: PortRequest, caller: Caller) -> OpenedStream:
+        name = await run_in_threadpool(to_change, job, caller)
+        return await open_stream(plane, store, caller.user, name, body.port)
 
     @app.post("/api/v1/jobs/{job}/{verb}")
     def change(job: JobName, verb: Literal["cancel", "hold", "release"], caller: Caller) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class PortStream:
 
 
 class PortStreams:
-    """The streams that are open. `clock` returns seconds that never go back."""
+    """The streams that are open; but for `wanted`, for one event loop. `clock` returns seconds that never go back."""
 
     def __init__(self, clock: Callable[[], float], changed: Callable[[str], None]) -> None:
         """`changed` is told of nodes whose orders have changed."""

@@ -5,6 +5,7 @@ import binascii
 from typing import Annotated
 
 from fastapi import FastAPI, Path, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 
@@ -111,8 +112,14 @@ def add_stream_routes(app: FastAPI, plane: ControlPlane) -> None:
         return ClosedStream()
 
 
-def open_stream(plane: ControlPlane, store: ServiceStore, user: str, job: str, port: int) -> OpenedStream:
+async def open_stream(plane: ControlPlane, store: ServiceStore, user: str, job: str, port: int) -> OpenedStream:
     """Open a stream to a port of a running job's first rank; the caller may change the job."""
+    start, node, peer = await run_in_threadpool(_first_rank, store, job, port)
+    return OpenedStream(stream=plane.streams.open(user, node, peer, start, port).id, node=node)
+
+
+def _first_rank(store: ServiceStore, job: str, port: int) -> tuple[str, str, str | None]:
+    """The key of a running job's first rank, its node, and the fingerprint of that."""
     first = (ranks.c.job == jobs.c.id) & (ranks.c.start == jobs.c.starts) & (ranks.c.rank == 0)
     placed = jobs.outerjoin(ranks, first).outerjoin(node_conditions, node_conditions.c.name == ranks.c.node)
     columns = (jobs.c.state, jobs.c.starts, ranks.c.node, node_conditions.c.fingerprint)
@@ -123,8 +130,7 @@ def open_stream(plane: ControlPlane, store: ServiceStore, user: str, job: str, p
         raise UsageError(f"'{job}' is an array: its tasks have ports of their own", hint=f"one task: {job}_0")
     if row.state != "running":
         raise EngineError(f"job {job} is {row.state}: only running jobs have ports")
-    key = start_key(job, row.starts, 0)
-    return OpenedStream(stream=plane.streams.open(user, row.node, row.fingerprint, key, port).id, node=row.node)
+    return start_key(job, row.starts, 0), row.node, row.fingerprint
 
 
 async def _put(stream: PortStream, end: End, part: StreamPart) -> NextOffset:
