@@ -54,7 +54,18 @@ EXPERTS = (
     "replicate=2,shard=2,expert=2",
     "shard=2,expert=2,pipeline=2",
 )
-BFLOAT16 = ("shard=2", "tensor=2", "pipeline=2", "shard=2,tensor=2")
+CONTEXT = (
+    "context=2,shard=1,context_attention=all-gather",
+    "context=2,shard=1,context_attention=all-to-all",
+    "context=2,shard=1,context_attention=ring",
+    "context=4,shard=1,context_attention=ring",
+    "shard=2,context=2",
+    "replicate=2,shard=1,context=2",
+    "context=2,shard=1,tensor=2",
+    "context=2,shard=1,pipeline=2",
+    "context=2,shard=1,tensor=2,pipeline=2",
+)
+BFLOAT16 = ("shard=2", "tensor=2", "pipeline=2", "shard=2,tensor=2", "context=2,shard=1")
 COLUMNS: tuple[Kind, ...] = ("loss", "gradient", "parameter")
 
 
@@ -64,7 +75,7 @@ def main() -> int:
         data = Path(folder) / "json-package"
         build_dataset(data, [f"{Path(json.__file__).parent}/*.py"], BuildOptions(vocab_size=300))
         checks = [
-            checked(data, "float32", MESHES),
+            checked(data, "float32", (*MESHES, *CONTEXT)),
             checked(data, "bfloat16", BFLOAT16),
             checked(data, "float32", EXPERTS, "mixtral-small.toml"),
         ]

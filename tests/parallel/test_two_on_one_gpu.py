@@ -23,8 +23,10 @@ MESHES = {
     "replicate": {"replicate": 2, "shard": 1},
     "tensor": {"tensor": 2, "shard": 1},
     "expert": {"shard": 2, "expert": 2},
+    "context, all-gather": {"context": 2, "shard": 1},
+    "context, all-to-all": {"context": 2, "shard": 1, "context_attention": "all-to-all"},
 }
-"""Not pipelines: gloo sends from and to the CPU's memory only."""
+"""Not pipelines and rings: gloo sends from and to the CPU's memory only."""
 
 
 def make_recipe(mesh: dict[str, Any] | None, experts: bool = False, **train: Any) -> Recipe:

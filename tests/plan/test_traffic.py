@@ -10,6 +10,7 @@ import pytest
 from headway.hardware import parse_on
 from headway.plan.architecture import Architecture
 from headway.plan.communication import communication_costs
+from headway.plan.context import context_attention
 from headway.plan.costs import make_cost_model
 from headway.plan.estimate import estimate
 from headway.plan.rank_share import block_parameters, rest_parameters, summed_parameters
@@ -30,7 +31,7 @@ BLOCK = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 192 + 2 * 64
 def make_settings(mesh: Mesh, *, precision: str = "float32", **changes: Any) -> Settings:
     """Eight sequences of 32 tokens per data rank, in microbatches of two."""
     software = headway_software(compiled=False, autocasts=precision == "bf16", older=True).on_mesh(mesh, passes=2)
-    settings = Settings(mesh, 32, 2, 8 * mesh.data, 3 if mesh.shard > 1 else 0, precision=precision, software=software)
+    settings = Settings(mesh, 32, 2, 8 * mesh.data, 3 if mesh.owners > 1 else 0, precision=precision, software=software)
     return replace(settings, **changes)
 
 
@@ -175,8 +176,27 @@ LLAMA = Architecture(24, 1024, 16, 4, 64, 4096, 50304, tied=True)
 MESHES = [
     Mesh(shard=16), Mesh(replicate=4, shard=4), Mesh(replicate=16), Mesh(shard=8, tensor=2), Mesh(shard=2, tensor=8),
     Mesh(tensor=16), Mesh(shard=2, tensor=2, pipeline=4), Mesh(replicate=2, shard=2, tensor=2, pipeline=2),
-    Mesh(replicate=8, pipeline=2), Mesh(tensor=4, pipeline=4),
+    Mesh(replicate=8, pipeline=2), Mesh(tensor=4, pipeline=4), Mesh(shard=8, context=2), Mesh(context=16),
+    Mesh(replicate=2, tensor=2, context=4), Mesh(shard=2, context=4, pipeline=2),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "context", "tensor", "expected"),
+    [
+        (32, 8, 2, 1, "all-gather"),  # receives 8 + 8 heads of the other half, or (32 + 8 + 8 + 32) / 2 of it
+        (32, 8, 8, 1, "all-to-all"),  # 7 x 16 heads of an eighth, or 7/8 x 80
+        (32, 8, 16, 1, "all-gather"),  # 8 heads do not divide over 16
+        (16, 16, 2, 1, "all-gather"),  # 32, or 64 / 2: no fewer
+        (16, 16, 4, 1, "all-to-all"),  # 3 x 32, or 3/4 x 64
+        (16, 16, 4, 8, "all-gather"),  # 2 heads are left of each tensor rank
+    ],
+)
+def test_attention_is_the_way_that_receives_fewer_bytes(heads, kv_heads, context, tensor, expected) -> None:
+    arch = Architecture(4, heads * 64, heads, kv_heads, 64, 1024, 1000)
+    settings = replace(make_settings(Mesh(context=context, tensor=tensor)), seq=4096)
+    assert context_attention(arch, settings) == expected
+    assert context_attention(arch, replace(settings, context_attention="ring")) == "ring"
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -1,4 +1,4 @@
-"""Whole runs on the axis of experts: the losses of one worker under every optimizer, states that move to other meshes,
+"""Whole runs on the axis of experts: one worker's losses, under every optimizer; states that other meshes take over;
 and the bits of an uninterrupted run after a kill."""
 
 from typing import Any

@@ -146,6 +146,8 @@ def describe(parallel: Parallel, workers: int) -> str:
         parts.append(f"{parallel.chunks} chunks")
     if parallel.stages is not None:
         parts.append(f"stages {':'.join(map(str, parallel.stages))}")
+    if parallel.context_attention is not None:
+        parts.append(parallel.context_attention)
     if parallel.keep_weights:
         parts.append("weights kept")
     if parallel.reduce_each:

@@ -17,7 +17,7 @@ Tokens of different documents in a row never attend to each other. `kernels.disp
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,24 @@ CUDNN_FIRST = [
 """In order of preference: a shape that cuDNN does not support goes to the next."""
 
 
+class SplitAttention(Protocol):
+    """Attention of sequences that several workers have parts of: see `parallel/context.py`."""
+
+    def attend(
+        self,
+        q_BLNH: Tensor,
+        k_BLKH: Tensor,
+        v_BLKH: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention [B, L, N, H] of this worker's part."""
+        ...
+
+
 @dataclass(frozen=True)
 class BlockContext:
     """What every block of a pass gets besides the stream."""
@@ -56,6 +74,8 @@ class BlockContext:
     """Of attention in exact mode, whose backward pass uses the masks, except on GPUs."""
     exact: bool = False
     """Whether a token has the same bits in every batch: see `models/exact.py`."""
+    split: SplitAttention | None = None
+    """Takes the place of attention where sequences are split over workers; it has masks of its own."""
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
@@ -73,32 +93,50 @@ def choose(x: Tensor, head: int, masked: bool, capped: bool, sinks: bool, *, ful
 
 
 def see(
-    length: int, windows: Collection[int | None], documents_BL: Tensor | None, device: torch.device, kernel: str
+    length: int,
+    windows: Collection[int | None],
+    documents_BL: Tensor | None,
+    device: torch.device,
+    kernel: str,
+    first: int = 0,
 ) -> "dict[int | None, Tensor | BlockMask | None]":
-    """Return masks of whole sequences by window. A window as long as the sequence is none."""
+    """Return masks by window: of sequences, or of their queries from `first` on. A window as long as the sequence is
+    none."""
     masks: dict[int | None, Tensor | BlockMask | None] = {}
     for window in windows:
-        if documents_BL is None and (window is None or window >= length):
+        if documents_BL is None and first == 0 and (window is None or window >= length):
             masks[window] = None
         elif kernel == "flex":
-            masks[window] = _block_mask(length, window, documents_BL, device)
+            masks[window] = _block_mask(length, window, documents_BL, device, first)
         else:
-            masks[window] = _mask(length, window, documents_BL, device)
+            masks[window] = _mask(length, window, documents_BL, device, first)
     return masks
 
 
-def _mask(length: int, window: int | None, documents_BL: Tensor | None, device: torch.device) -> Tensor:
-    """Return a mask [B, 1, L, L], or [1, 1, L, L] if all rows are alike: true where a token attends."""
+def _mask(length: int, window: int | None, documents_BL: Tensor | None, device: torch.device, first: int = 0) -> Tensor:
+    """Return the mask of sequences, or of their queries from `first` on."""
     positions = torch.arange(length, device=device)
-    back_LL = positions.unsqueeze(1) - positions
-    seen = back_LL >= 0 if window is None else (back_LL >= 0) & (back_LL < window)
-    if documents_BL is None:
-        return seen.view(1, 1, length, length)
-    return (seen & (documents_BL.unsqueeze(2) == documents_BL.unsqueeze(1))).unsqueeze(1)
+    of_queries = None if documents_BL is None else documents_BL[:, first:]
+    return attention_mask(positions[first:], positions, window, of_queries, documents_BL)
 
 
-def _block_mask(length: int, window: int | None, documents_BL: Tensor | None, device: torch.device) -> "BlockMask":
+def attention_mask(
+    queries_L: Tensor, keys_S: Tensor, window: int | None, documents_BL: Tensor | None, documents_BS: Tensor | None
+) -> Tensor:
+    """Return a mask [B, 1, L, S], or [1, 1, L, S] if all rows are alike: true where a token attends; by positions of
+    queries and keys, and their documents."""
+    back_LS = queries_L.unsqueeze(1) - keys_S
+    seen = back_LS >= 0 if window is None else (back_LS >= 0) & (back_LS < window)
+    if documents_BL is None or documents_BS is None:
+        return seen.view(1, 1, *seen.shape)
+    return (seen & (documents_BL.unsqueeze(2) == documents_BS.unsqueeze(1))).unsqueeze(1)
+
+
+def _block_mask(
+    length: int, window: int | None, documents_BL: Tensor | None, device: torch.device, first: int = 0
+) -> "BlockMask":
     def seen(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q = q + first
         fine = q >= k
         if window is not None:
             fine = fine & (q - k < window)
@@ -107,7 +145,7 @@ def _block_mask(length: int, window: int | None, documents_BL: Tensor | None, de
     from torch.nn.attention.flex_attention import create_block_mask
 
     rows = None if documents_BL is None else documents_BL.shape[0]
-    return create_block_mask(seen, rows, None, length, length, device=device, _compile=True)
+    return create_block_mask(seen, rows, None, length - first, length, device=device, _compile=True)
 
 
 def attend(
@@ -122,10 +160,9 @@ def attend(
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Return attention [B, L, N, H], in training and inference. Several query heads may share a key and value head."""
-    if context.cache is not None:
-        return context.cache.attend(
-            q_BLNH, k_BLKH, v_BLKH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N
-        )
+    elsewhere = context.split if context.cache is None else context.cache
+    if elsewhere is not None:
+        return elsewhere.attend(q_BLNH, k_BLKH, v_BLKH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N)
     plain = partial(attend_all, mask=context.masks.get(window), scale=scale, softcap=softcap, sinks_N=sinks_N)
     if isinstance(context.tiles, DocumentPlan):
         return exact_attention.attention(q_BLNH, k_BLKH, v_BLKH, context.tiles, plain, scale=scale, window=window)

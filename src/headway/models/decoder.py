@@ -6,6 +6,7 @@ parallelism. Tensor names end in their shape: see `models/layers.py`.
 
 import hashlib
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from headway.models.loss import Loss
 from headway.models.rotary import rotary_table
 from headway.recipe import Model
 from headway.recipe.rope import RotaryModel
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class ContextBuilder(nn.Module):
@@ -51,16 +55,25 @@ class ContextBuilder(nn.Module):
         length, device = like_BL.shape[1], like_BL.device
         if self.exact and exact_triton(device):
             return self._exact(like_BL, documents_BL)
-        kernel = choose(like_BL, self.model.head_dim, masked=True, capped=self.capped, sinks=self.sinks)
-        masks = see(length, windows_of(self.model), documents_BL, device, kernel) if length > 1 else {}
-        switch = self.model.switch_length if isinstance(self.model, RotaryModel) else None
-        long = switch is not None and length > switch
+        masks = self.masks(like_BL, length, documents_BL) if length > 1 else {}
         if self.exact:
             share = self.model.heads // self.model.kv_heads
             tiles, positions_BL = plan_documents(documents_BL, len(like_BL), length, share)
-            bits = tuple(x.unflatten(1, positions_BL.shape) for x in self._bits(positions_BL.flatten(), long))
+            bits = tuple(x.unflatten(1, positions_BL.shape) for x in self.bits_at(positions_BL.flatten(), length))
             return BlockContext(bits, masks, tiles=tiles, exact=True)
-        return BlockContext(self._bits(torch.arange(length, device=device), long), masks)
+        return BlockContext(self.bits_at(torch.arange(length, device=device), length), masks)
+
+    def masks(
+        self, like_BL: Tensor, length: int, documents_BL: Tensor | None, first: int = 0
+    ) -> "dict[int | None, Tensor | BlockMask | None]":
+        """Return the masks of sequences of a length by window, or of their queries from `first` on."""
+        kernel = choose(like_BL, self.model.head_dim, masked=True, capped=self.capped, sinks=self.sinks)
+        return see(length, windows_of(self.model), documents_BL, like_BL.device, kernel, first)
+
+    def bits_at(self, positions_L: Tensor, length: int) -> tuple[Tensor, ...]:
+        """Return the rotary tables of some positions in sequences of a length, as `BlockContext.bits`."""
+        switch = self.model.switch_length if isinstance(self.model, RotaryModel) else None
+        return self._bits(positions_L, switch is not None and length > switch)
 
     def _exact(self, like_BL: Tensor, documents_BL: Tensor | None) -> BlockContext:
         """Build the context of exact mode's Triton kernels."""

@@ -201,6 +201,8 @@ class LoadBalanceLoss(nn.Module):
     """
 
     loss_scale: Tensor
+    whole_share: Callable[[Tensor], Tensor] | None = None
+    """Averages the experts' shares of tokens over workers that have other parts of the same sequences."""
 
     def __init__(self, coefficient: float) -> None:
         super().__init__()
@@ -213,17 +215,20 @@ class LoadBalanceLoss(nn.Module):
         """Return the experts' output unchanged."""
         if not logits_TE.requires_grad or self.coefficient == 0:
             return y_TD
-        out: Tensor = _Attached.apply(y_TD, uneven(logits_TE, chosen_TX), self.loss_scale, self.coefficient * len(y_TD))
+        imbalance = uneven(logits_TE, chosen_TX, self.whole_share)
+        out: Tensor = _Attached.apply(y_TD, imbalance, self.loss_scale, self.coefficient * len(y_TD))
         return out
 
 
-def uneven(logits_TE: Tensor, chosen_TX: Tensor) -> Tensor:
+def uneven(logits_TE: Tensor, chosen_TX: Tensor, whole_share: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Return the load imbalance: X for an even load, more otherwise (Switch Transformer, eq. 4 to 6).
 
-    Number of experts times the sum over experts of their share of tokens times their mean probability.
+    Number of experts times the sum over experts of their share of tokens times their mean probability. With
+    `whole_share`, which gives shares of more tokens than these, it is the part of these tokens in their imbalance.
     """
     experts = torch.arange(logits_TE.shape[1], device=logits_TE.device)
     share_E = (chosen_TX.flatten().unsqueeze(1) == experts).sum(dim=0) / len(logits_TE)
+    share_E = share_E if whole_share is None else whole_share(share_E)
     return len(experts) * (share_E * logits_TE.float().softmax(dim=-1).mean(dim=0)).sum()
 
 

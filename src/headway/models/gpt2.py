@@ -33,18 +33,18 @@ class PositionedEmbedding(Embedding):
             length = tokens_BL.shape[1]
             if length > self.longest:
                 raise ModelError(f"sequence of {length} tokens, but the model has positions for {self.longest}")
-            positions_BL = torch.arange(length, device=tokens_BL.device)
-            if documents_BL is not None:
-                positions_BL = positions_BL - _begins(documents_BL)
+            positions_BL = positions_within(documents_BL, length, tokens_BL.device)
         added: Tensor = self.positions(positions_BL)
         return super().forward(tokens_BL) + added
 
 
-def _begins(documents_BL: Tensor) -> Tensor:
-    """Return the start of each token's document in its row."""
-    places_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
+def positions_within(documents_BL: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Return each token's position in its document [B, L], or in its row [L] without documents."""
+    places_L = torch.arange(length, device=device)
+    if documents_BL is None:
+        return places_L
     new_BL = documents_BL != documents_BL.roll(1, dims=1)
-    return places_L.where(new_BL & (places_L > 0), 0).cummax(dim=1).values
+    return places_L - places_L.where(new_BL & (places_L > 0), 0).cummax(dim=1).values
 
 
 class Attention(nn.Module):

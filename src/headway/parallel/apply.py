@@ -4,6 +4,7 @@
     split      this worker's stages of the model                    pipeline.py
     split      each matrix over the tensor axis                     tensor.py, vocab_parallel.py
     share      experts over their axis                              expert.py
+    split      sequences over the context axis                      context.py
     recompute  activations of blocks                                recompute.py
     compile    each block
     shard      parameters over the data axes                        shard.py
@@ -28,6 +29,7 @@ from headway.models.diffusion import Conditioning, DiffusionTransformer, TextSta
 from headway.models.experts import set_loss_scale
 from headway.models.fp8 import Float8Model, make_fp8
 from headway.parallel.collectives import whole
+from headway.parallel.context import SequenceParts, split_sequences
 from headway.parallel.expert import share_experts
 from headway.parallel.fp8_gather import Float8Gather
 from headway.parallel.gradients import Missing
@@ -104,6 +106,8 @@ class ParallelModel:
     """Whether shards reduce gradients in every microbatch."""
     documents: bool = True
     """Whether attention is restricted to documents."""
+    parts: SequenceParts | None = None
+    """Which parts of its sequences this worker takes; None for all."""
     one_shape: bool = False
     """Whether a step whose number of rows varies is padded to whole microbatches: a GPU's kernels are compiled for one
     shape, and for every other one anew."""
@@ -180,6 +184,8 @@ class ParallelModel:
     def _taken(self, batch: DeviceBatch) -> DeviceBatch:
         """Return what of a batch the model and the objective take."""
         batch = batch if self.teach is None else self.teach(batch)
+        if self.parts is not None:  # documents stay whole: keys are those of all parts
+            batch = replace(batch, inputs=self.parts.take(batch.inputs), labels=self.parts.take(batch.labels))
         return replace(
             batch,
             documents=batch.documents if self.documents or self.head is not None else None,
@@ -227,7 +233,9 @@ def parallelize_model(
     head = None if objective is None else MeasureHead(objective)
     train, parallel = recipe.train, recipe.parallel or Parallel()
     layout = layout_of(model, recipe.model.layout)
-    tensor, pipeline = world.axis("tensor"), world.axis("pipeline")
+    tensor, pipeline, context = world.axis("tensor"), world.axis("pipeline"), world.axis("context")
+    if context.size > 1:
+        check_sequences(model, context.size, objective)
     names = frozenset(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
     rows = train.batch // world.data.size
     microbatch = min(train.microbatch or rows, rows)
@@ -247,7 +255,7 @@ def parallelize_model(
     if pipeline.size > 1:
         counts = stages_of(model, layout, parallel, pipeline.size)
         check_pipeline(model, layout, counts)
-        stream = stream_shape(model, blocks[-1], microbatch, recipe.data.seq, cuts, tensor)
+        stream = stream_shape(model, blocks[-1], microbatch, recipe.data.seq // context.size, cuts, tensor)
         stages = split(model, layout, counts, pipeline)
         tied = tie_group(world) if has_ties(model, layout) else None
         shared = frozenset({*stages.lent, *(stages.borrowed or {})})
@@ -268,6 +276,12 @@ def parallelize_model(
     if world.expert_mesh is not None:
         share_experts(stages.model, world.expert_mesh["expert"], world.axis("expert"))
 
+    # sequences, over the context axis
+    if context.size > 1:
+        for stage in stages.stages:
+            assert isinstance(stage.module, Decoder)
+            split_sequences(stage.module, context, parallel.context_attention or "all-gather", first=stage.first)
+
     for stage in stages.stages:
         _set_forward(stage, recipe, world, cuts, vocabulary, head)
 
@@ -279,7 +293,7 @@ def parallelize_model(
                 block.forward = torch.compile(block.forward)
 
     # parameters, over the data axes
-    if world.data.size > 1:
+    if world.fsdp_size > 1:
         keep = bool(parallel.keep_weights) or pipeline.size > 1 or copies
         for stage in stages.stages:
             shard(stage.module, stage.blocks, world, train.dtype, keep)
@@ -313,12 +327,29 @@ def parallelize_model(
         copies=copies,
         reduce_each=bool(parallel.reduce_each),
         documents=_takes_documents(model),
+        parts=SequenceParts(context) if context.size > 1 else None,
         one_shape=world.device.type == "cuda",
         forgets="no-gradient-reduction" in mutations,
         head=head,
         float8=float8,
         gathered=gathered,
     )
+
+
+def check_sequences(model: nn.Module, size: int, objective: Objective | TeacherTargets | None) -> None:
+    """Raise ModelError for what cannot be split over the context axis."""
+    if not isinstance(model, Decoder):
+        raise ModelError(
+            f"parallel.context is {size}, but {type(model).__name__} is none of Headway's decoders, whose attention "
+            f"can be split",
+            hint="--set parallel.context=1",
+        )
+    if objective is not None:
+        raise ModelError(
+            f"parallel.context is {size}, but only the plain loss of next tokens, without weights of samples, can be "
+            f"split by sequence",
+            hint="--set parallel.context=1, and shard, tensor or pipeline axes instead",
+        )
 
 
 def _takes_documents(model: nn.Module) -> bool:
@@ -356,7 +387,7 @@ def stream_shape(
 
 def _stream_dtype(recipe: Recipe, world: World) -> torch.dtype:
     """Return the dtype of the stream between stages: FSDP has that of products, autocast float32."""
-    return torch.bfloat16 if recipe.train.dtype == "bfloat16" and world.data.size > 1 else torch.float32
+    return torch.bfloat16 if recipe.train.dtype == "bfloat16" and world.fsdp_size > 1 else torch.float32
 
 
 def _set_forward(
@@ -405,7 +436,7 @@ def _set_forward(
         if cuts is not None:
             forward = partial(_explained, forward, model, cuts)
     # FSDP gathers in the right precision; without data axes, autocast converts higher-precision weights here.
-    casts = recipe.train.dtype == "bfloat16" and recipe.train.weights == "float32" and world.data.size == 1
+    casts = recipe.train.dtype == "bfloat16" and recipe.train.weights == "float32" and world.fsdp_size == 1
     context = partial(torch.autocast, world.device.type, dtype=torch.bfloat16, enabled=casts)
     dtype = _stream_dtype(recipe, world)
     model.forward = partial(_forward, forward, context, stage.last, dtype)

@@ -6,6 +6,7 @@
     copied     identity                   backward: all-reduce
     whole      all-gather                 backward: this worker's share
     exchanged  all-to-all of rows         backward: all-to-all the other way
+    shifted    send to the next worker    backward: to the one before
 
 `whole` is for what all workers then compute alike. Shares are equal parts of one dim. A tensor that a worker holds
 whole is the same on all workers of the group.
@@ -52,6 +53,21 @@ def whole(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Return the rows that workers have for this one, by rank: `sent` of `rows` go to each, `received` come."""
     arrived: Tensor = _Exchanged.apply(rows, sent, received, group)
+    return arrived
+
+
+def shifted(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensor of the worker before this one; the first gets that of the last."""
+    arrived: Tensor = _Shifted.apply(x, group)
+    return arrived
+
+
+def _shift(x: Tensor, by: int, group: dist.ProcessGroup) -> Tensor:
+    rank, size, arrived = group.rank(), group.size(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    send = dist.P2POp(dist.isend, x.contiguous(), group=group, group_peer=(rank + by) % size)
+    receive = dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - by) % size)
+    for request in dist.batch_isend_irecv([send, receive]):
+        request.wait()
     return arrived
 
 
@@ -113,6 +129,17 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class _Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _shift(x, 1, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _shift(gradient, -1, ctx.group), None
 
 
 class _Scattered(torch.autograd.Function):

@@ -40,6 +40,7 @@ class World:
     mesh: DeviceMesh | None = None
     """Mesh of the axes larger than 1; None for a single worker."""
     axes: Mapping[str, Axis] = field(default_factory=dict)
+    """Axes of at least two workers; `shard` includes the context axis, over which weights are sharded, too."""
     expert_mesh: DeviceMesh | None = None
     """The mesh with its shard axis as two, EXPERT_SHARD and expert; None without an axis of experts."""
 
@@ -55,8 +56,20 @@ class World:
     @property
     def data(self) -> Axis:
         """The data axes (replicate and shard) as one: workers that see different sequences."""
-        copies, shards = self.axis("replicate"), self.axis("shard")
-        return Axis(copies.size * shards.size, copies.rank * shards.size + shards.rank)
+        copies, shards, parts = self.axis("replicate"), self.axis("shard"), self.axis("context").size
+        rank = copies.rank * shards.size + shards.rank
+        return Axis(copies.size * shards.size // parts, rank // parts)
+
+    @property
+    def fsdp_size(self) -> int:
+        """How many workers share each weight and sum its gradient: those with other sequences, or other parts."""
+        return self.data.size * self.axis("context").size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the mesh's axes."""
+        sizes = {name: axis.size for name, axis in self.axes.items()}
+        return sizes | ({"shard": sizes["shard"] // sizes.get("context", 1)} if "shard" in sizes else {})
 
     @property
     def stage(self) -> tuple[int, ...]:
@@ -77,7 +90,7 @@ class World:
         return tensor
 
     def sum_data(self, tensor: Tensor) -> Tensor:
-        """Sum over the data axes, in place."""
+        """Sum over workers with other tokens, in place."""
         for name in ("shard", "replicate"):
             axis = self.axis(name)
             if axis.size > 1:
@@ -143,12 +156,17 @@ def _store(assignment: Assignment, timeout_s: float) -> dist.Store:
 
 def make_mesh(rank: int, workers: int, device: torch.device, sizes: Mapping[str, int]) -> World:
     """Arrange joined workers as a mesh."""
-    # FSDP2 needs a shard axis with every replicate axis, even of size 1.
+    # Weights are sharded over context, too. FSDP2 needs a shard axis with every replicate axis, even of size 1.
+    context = sizes.get("context", 1)
+    sizes = {**sizes, "shard": sizes["shard"] * context, "context": 1}
     named = {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and sizes["replicate"] > 1)}
     expert = named.pop("expert", 1)
     mesh = init_device_mesh(device.type, tuple(named.values()), mesh_dim_names=tuple(named))
     axes = {name: Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) for name, size in named.items()}
     within = None
+    if context > 1:
+        parts = mesh._unflatten("shard", (named["shard"] // context, context), ("data shard", "context"))
+        axes["context"] = Axis(context, parts.get_local_rank("context"), parts.get_group("context"))
     if expert > 1:
         parts = (named["shard"] // expert, expert)
         within = mesh._unflatten("shard", parts, (EXPERT_SHARD, "expert"))

@@ -50,7 +50,7 @@ def _variants(task: TrainingTask, cluster: Cluster, choices: SearchSpace, mesh: 
     arch, limits = task.architecture, choices.limits
     microbatches = choices.microbatches or _microbatch_sizes(task, mesh)
     moments = choices.moment_bytes or (task.software.moment_bytes,)
-    gathers = zero == 3 and mesh.shard > 1 and mesh.pipeline == 1
+    gathers = zero == 3 and mesh.owners > 1 and mesh.pipeline == 1
     keep_choices, reduce_choices = (choices.keeps_weights, choices.reduces_each) if gathers else (None, None)
     variants = list(product(
         choices.recompute, choices.precisions or (task.precision,), moments, keep_choices or (task.keeps_weights,),

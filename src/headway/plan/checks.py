@@ -5,11 +5,12 @@ All rules are in `_conflicts`: `check` raises the first conflict, `valid` only t
 
 from collections.abc import Iterator
 from functools import lru_cache
-from math import isqrt
+from math import gcd, isqrt
 
 from headway.errors import UsageError, plural
 from headway.hardware import Cluster
 from headway.plan.architecture import Architecture
+from headway.plan.context import heads_divide
 from headway.plan.pipeline import check_schedule
 from headway.plan.settings import Mesh, Settings
 
@@ -38,11 +39,8 @@ def _conflicts(arch: Architecture, settings: Settings, cluster: Cluster) -> Iter
         )
     if mesh.tensor > 1:
         yield from _tensor(arch, settings)
-    if mesh.context > 1 and settings.seq % mesh.context:
-        yield (
-            f"context {mesh.context} does not divide sequences of {settings.seq} tokens",
-            _nearest(settings.seq, mesh.context),
-        )
+    if mesh.context > 1:
+        yield from _context(arch, settings)
     if mesh.expert > 1:
         yield from _experts(arch, settings)
     if settings.batch % mesh.data:
@@ -90,6 +88,28 @@ def _heads(arch: Architecture, size: int) -> Iterator[str]:
             yield f"tensor {size} does not divide a feed-forward of {width}"
 
 
+def _context(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
+    """The context axis splits sequences: under Headway's trainer into two chunks per worker."""
+    size, seq, chunks = settings.mesh.context, settings.seq, settings.mesh.context
+    if settings.software.is_headway:
+        if arch.diffusion is not None:
+            yield f"context {size}: diffusion transformers have no context axis", "use replicate, shard or tensor"
+            return
+        chunks = 2 * size
+    if seq % chunks:
+        parts = f" into {chunks} chunks, two per worker" if chunks > size else ""
+        yield f"context {size} does not divide sequences of {seq} tokens{parts}", _nearest(seq, chunks)
+    if settings.context_attention == "all-to-all" and not heads_divide(arch, settings):
+        tensor = settings.mesh.tensor
+        share = f" over tensor {tensor}" if tensor > 1 else ""
+        sizes = ", ".join(str(n) for n in divisors(gcd(arch.heads, arch.kv_heads) // gcd(tensor, arch.kv_heads)))
+        yield (
+            f"all-to-all over context {size} does not divide {arch.heads} heads and {arch.kv_heads} key-value "
+            f"heads{share}",
+            f"context may be {sizes}; or use all-gather",
+        )
+
+
 def _experts(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
     mesh, size = settings.mesh, settings.mesh.expert
     if arch.experts is None:
@@ -114,11 +134,12 @@ def _experts(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
 
 def _sharded_experts(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
     """What Headway's trainer needs: an axis within shard, whose parts share out experts evenly, or each expert."""
-    experts, shard, size = arch.experts, settings.mesh.shard, settings.mesh.expert
+    mesh, experts, size = settings.mesh, arch.experts, settings.mesh.expert
+    shard, sharing = mesh.owners, f"shard {mesh.shard}" + (f" x context {mesh.context}" if mesh.context > 1 else "")
     assert experts is not None, "a dense model has no experts"
     if shard % size:
         sizes = ", ".join(map(str, divisors(shard, experts.count)))
-        yield f"expert {size} does not divide shard {shard}, which it is a part of", f"expert may be {sizes}"
+        yield f"expert {size} does not divide {sharing}, which it is a part of", f"expert may be {sizes}"
         return
     own, sharers = experts.count // size, shard // size
     if own % sharers and (experts.hidden % sharers or arch.dim % sharers):

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from headway.plan.architecture import layer_kinds
 from headway.plan.collective_times import DeviceGroup, collective_seconds
+from headway.plan.context import Exchange, context_seconds, exchange_group, exchanges
 from headway.plan.costs import CostModel
 from headway.plan.estimate import Estimate
-from headway.plan.layer import HIDDEN_TENSOR, LayerTime, crosses, layer_mix, ring_hop
+from headway.plan.layer import HIDDEN_TENSOR, LayerTime, crosses, exposed_context, layer_mix
 from headway.plan.memory import local_parameters
 from headway.plan.rank_share import is_exact
 from headway.plan.settings import LOW
@@ -98,7 +99,7 @@ class _Collectives:
             if self.mesh.tensor > 1:
                 yield from self.tensor(experts, times)
             if self.mesh.context > 1:
-                yield self.ring(times, time)
+                yield from self.context(times, time)
             if experts and self.mesh.expert > 1:
                 yield from self.expert_all_to_all(times)
 
@@ -132,9 +133,15 @@ class _Collectives:
     def recomputed(self) -> Iterator[CommCost]:
         """During recomputation, to which their seconds count."""
         settings, tokens = self.settings, self.shape.tokens * self.arch.dim
-        if self.mesh.tensor == 1 or self.software.regathers or settings.recompute not in ("selective", "full"):
+        if not self.software.is_headway or settings.recompute not in ("selective", "full"):
             return
         share = recomputed_share(self.arch.layers, settings) / self.mesh.pipeline * settings.microbatches
+        for exchange in exchanges(self.arch, settings):
+            if exchange.forward:
+                count = exchange.forward * self.arch.layers * share
+                yield self.exchange("attention, recomputed", exchange, count)
+        if self.mesh.tensor == 1 or self.software.regathers:
+            return
         for experts, count in layer_kinds(self.arch):
             pairs, name, group = 1 if experts else 2, "stream, recomputed", DeviceGroup(self.mesh.tensor)
             gathered = tokens * settings.stream_width
@@ -145,9 +152,9 @@ class _Collectives:
 
     def ends(self) -> Iterator[CommCost]:
         """Vocabulary-parallel embedding, head and loss."""
+        yield from self.recomputed()
         if self.mesh.tensor == 1 or not self.exact or self.arch.diffusion is not None:
             return
-        yield from self.recomputed()
         times, group = self.settings.microbatches / self.mesh.pipeline, DeviceGroup(self.mesh.tensor)
         stream = self.shape.tokens * self.arch.dim * self.settings.stream_width
         for operation in ("all_gather", "reduce_scatter"):
@@ -155,15 +162,19 @@ class _Collectives:
         statistics = STATISTICS_BYTES * self.shape.tokens
         yield self.unhidden("statistics of the loss", "all_reduce", statistics, group, times, "tensor")
 
-    def ring(self, times: float, time: LayerTime) -> CommCost:
-        """Ring attention: keys and values, and their gradients in the backward pass."""
-        mesh, (size, group) = self.mesh, ring_hop(self.arch, self.settings)
-        hop = self.seconds("send", size, group)
-        ahead, behind = (mesh.context - 1) * hop, 2 * (mesh.context - 1) * hop
-        bare = 0.0 if self.costs.ideal else 1 / mesh.context
-        exposed = max(ahead * bare, ahead - 0.5 * time.forward) + max(behind * bare, behind - 0.5 * time.input_grad)
-        name = "keys and values, context axis"
-        return self.cost(name, "send", size, group, 3 * (mesh.context - 1) * times, exposed * times)
+    def context(self, times: float, time: LayerTime) -> Iterator[CommCost]:
+        """What attention needs of the parts of sequences that other devices have, and the gradients of that."""
+        forward, backward = exposed_context(self.arch, self.settings, self.costs, time.forward, time.input_grad)
+        kept = (forward + backward) / max(sum(context_seconds(self.arch, self.settings, self.costs)), 1e-30)
+        for exchange in exchanges(self.arch, self.settings):
+            count = (exchange.forward + exchange.backward) * times
+            cost = self.exchange("attention, context axis", exchange, count)
+            yield replace(cost, exposed=cost.seconds * count * kept)
+
+    def exchange(self, name: str, exchange: Exchange, times: float) -> CommCost:
+        """An exchange of attention; its exposed seconds count elsewhere."""
+        group = exchange_group(self.settings, exchange)
+        return self.cost(name, exchange.operation, exchange.bytes, group, times, 0.0, axis="context")
 
     def expert_all_to_all(self, times: float) -> Iterator[CommCost]:
         """Dispatch of tokens to experts; combine, and both for gradients."""
@@ -214,7 +225,7 @@ class _Collectives:
         weights, gradients = rest_bytes(self.arch, self.settings)
         if not weights:
             return
-        group, runs = DeviceGroup(self.mesh.shard, self.mesh.tensor * self.mesh.context), self.settings.microbatches
+        group, runs = DeviceGroup(self.mesh.owners, self.mesh.tensor), self.settings.microbatches
         yield self.unhidden("weights of embedding and head", "all_gather", weights, group, runs, "shard")
         if not self.settings.frozen:
             sums = runs if self.settings.reduces_each else 1

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from headway.plan.architecture import Architecture, layer_kinds
 from headway.plan.collective_times import DeviceGroup, collective_seconds
+from headway.plan.context import context_seconds
 from headway.plan.costs import CostModel
 from headway.plan.operations import Part, layer_operations
 from headway.plan.rates import Rates, generation_name, power_share
@@ -192,11 +193,10 @@ def _communication(
         forward, backward, again = _tensor(arch, experts, settings, costs, times[2])
     forward_other = 0.0
     if mesh.context > 1:
-        forward_s, backward_s = _ring(arch, settings, costs)
-        # the next block of keys and values is sent during attention on this one; nothing hides the first hop
-        unhidden = 0.0 if costs.ideal else 1 / mesh.context
-        forward_other += max(forward_s * unhidden, forward_s - 0.5 * times[0])
-        backward += max(backward_s * unhidden, backward_s - 0.5 * times[1])
+        forward_s, backward_s = exposed_context(arch, settings, costs, times[0], times[1])
+        forward_other, backward = forward_other + forward_s, backward + backward_s
+        if settings.software.is_headway and settings.recompute == "selective":
+            again += forward_s
     if experts and mesh.expert > 1:
         forward_s, backward_s = _expert_all_to_all(arch, settings, costs)
         forward_other, backward = forward_other + forward_s, backward + backward_s
@@ -242,22 +242,24 @@ def _tensor(
     return forward, exposed + hideable, again
 
 
+def exposed_context(
+    arch: Architecture, settings: Settings, costs: CostModel, forward_time: float, backward_time: float
+) -> tuple[float, float]:
+    """Exposed seconds of the context axis in a layer, forward and backward, beside the layer's own seconds."""
+    forward_s, backward_s = context_seconds(arch, settings, costs)
+    if settings.software.is_headway:  # attention waits for all of it
+        return (0.0, 0.0) if costs.ideal else (forward_s, backward_s)
+    # the next block of keys and values is sent during attention on this one; nothing hides the first hop
+    unhidden = 0.0 if costs.ideal else 1 / settings.mesh.context
+    return (
+        max(forward_s * unhidden, forward_s - 0.5 * forward_time),
+        max(backward_s * unhidden, backward_s - 0.5 * backward_time),
+    )
+
+
 def crosses(arch: Architecture) -> bool:
     """Whether layers have cross-attention, a third part that the tensor axis splits."""
     return arch.diffusion is not None and arch.diffusion.text_tokens > 0
-
-
-def _ring(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:
-    """Ring attention: keys and values once around the ring; backward also their gradients."""
-    once = (settings.mesh.context - 1) * collective_seconds(costs.network, "send", *ring_hop(arch, settings))
-    return once, 2 * once
-
-
-def ring_hop(arch: Architecture, settings: Settings) -> tuple[float, DeviceGroup]:
-    """Bytes of keys and values that go around the ring, and the neighbours of a hop."""
-    mesh, heads = settings.mesh, max(1.0, arch.kv_heads / settings.mesh.tensor)
-    size = heads * (arch.head_dim + arch.value_dim) * settings.shape.tokens * settings.shape.width
-    return size, DeviceGroup(2, max(1, mesh.tensor * mesh.context // 2))
 
 
 def _expert_all_to_all(arch: Architecture, settings: Settings, costs: CostModel) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from headway.hardware import Cluster
 from headway.plan.architecture import Architecture, layer_kinds
+from headway.plan.context import kept_bytes
 from headway.plan.flops import layer_parameters, routed_parameters
 from headway.plan.pipeline import in_flight as in_flight_forwards
 from headway.plan.rank_share import block_parameters, is_exact, rest_parameters, worker_blocks
@@ -106,7 +107,7 @@ def activation_bytes(
         routed = arch.experts.top_k / split * settings.imbalance
         per_token += routed * (inner * arch.experts.hidden + (2 + low) * arch.dim)
         per_token += inner * arch.experts.hidden * arch.experts.shared / split
-    full = tokens * per_token * (shape.width / 2)
+    full = tokens * per_token * (shape.width / 2) + kept_bytes(arch, settings)
     if settings.recompute == "full":
         return full, tokens * arch.dim * stream / streams * (shape.width / 2)
     if settings.recompute == "selective" and software.keeps_gemm_outputs:

@@ -11,6 +11,7 @@ LOW = ("fp8", "mxfp8", "nvfp4")
 """Precisions below bfloat16, used for the GEMMs of linear layers only."""
 Recompute = Literal["none", "attention", "selective", "full"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
+ContextAttention = Literal["all-gather", "all-to-all", "ring"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Mesh:
     def data(self) -> int:
         """Data-parallel size: devices that see different sequences."""
         return self.replicate * self.shard
+
+    @property
+    def owners(self) -> int:
+        """Devices that weights are sharded over."""
+        return self.shard * self.context
 
     def describe(self) -> str:
         """The axes larger than 1: "shard 16 tensor 2"."""
@@ -226,6 +232,8 @@ class Settings:
     """Recomputed layers per device, from the first on; None means all."""
     stages: tuple[int, ...] | None = None
     """Layers per pipeline stage; None leaves the cut to the trainer."""
+    context_attention: ContextAttention | None = None
+    """How attention reaches other devices' parts of a sequence; None: as `context.context_attention` chooses."""
 
     @property
     def microbatches(self) -> int:

@@ -54,7 +54,7 @@ class TrainerLimits:
 
     def allows_mesh(self, mesh: Mesh, zero: int) -> bool:
         """Whether the trainer can run on the mesh."""
-        return (mesh.shard * mesh.context == 1 or zero in self.zero) and all(
+        return (mesh.owners == 1 or zero in self.zero) and all(
             getattr(mesh, axis) == 1 or axis in self.axes for axis in AXES
         )
 
@@ -73,7 +73,7 @@ def schedule_conflict(settings: Settings) -> str | None:
 
 
 RUNNABLE = TrainerLimits(
-    axes=("replicate", "shard", "tensor", "pipeline", "expert"),
+    axes=("replicate", "shard", "tensor", "pipeline", "context", "expert"),
     zero=(3,),
     recompute=("none", "selective", "full"),
     precisions=("bf16", "fp32", "fp8"),

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from headway.plan.architecture import Architecture, DiffusionShape
+from headway.plan.context import exchanges
 from headway.plan.rank_share import (
     expert_parameters,
     is_exact,
@@ -22,7 +23,7 @@ from headway.plan.settings import Settings
 
 Kind = tuple[str, str]
 """A collective (all_gather, reduce_scatter, all_reduce, all_to_all, send) and its mesh axis; `expert shard` are the
-workers of the shard axis that have the same experts."""
+workers of the shard axis that have the same experts. Weights are sharded over shard and context together, `shard`."""
 STATISTICS_BYTES = 12
 """Per token of a vocabulary-parallel loss: largest logit, sum of exponentials and the label's logit, in float32."""
 COUNT_BYTES = 8
@@ -35,7 +36,7 @@ def traffic(arch: Architecture, settings: Settings, rank: int = 0) -> dict[Kind,
     known = is_exact(arch, settings) or (settings.software.is_headway and settings.mesh.tensor == 1)
     assert known, "only the communication of Headway's trainer is exact"
     total: dict[Kind, float] = defaultdict(float)
-    for part in (_tensor, _experts, _data, _pipeline):
+    for part in (_tensor, _context, _experts, _data, _pipeline):
         for kind, size in part(arch, settings, rank):
             total[kind] += size
     return {kind: size for kind, size in total.items() if size}
@@ -89,7 +90,16 @@ def summed_bytes(arch: Architecture, settings: Settings, rank: int) -> float:
     count = worker_blocks(arch, settings, rank) * summed_parameters(arch, mesh.tensor)
     if rank == mesh.pipeline - 1:
         count += arch.dim * (2 if arch.layer_norm else 1)
-    return F32 * count / mesh.shard
+    return F32 * count / mesh.owners
+
+
+def _context(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[Kind, float]]:
+    """What attention needs of other workers' parts of sequences, and its gradients."""
+    blocks = worker_blocks(arch, settings, rank)
+    passes = blocks + _recomputed(settings, blocks)
+    for exchange in exchanges(arch, settings):
+        calls = settings.microbatches * (passes * exchange.forward + blocks * exchange.backward)
+        yield (exchange.operation, "context"), calls * exchange.bytes
 
 
 def _experts(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[Kind, float]]:
@@ -112,10 +122,10 @@ def _data(arch: Architecture, settings: Settings, rank: int) -> Iterator[tuple[K
     rest = rest_parameters(arch, settings, rank)
     parts: list[tuple[str, int, float, int]]
     if mesh.expert == 1:
-        parts = [("shard", mesh.shard, dense + experts, rest)]
+        parts = [("shard", mesh.owners, dense + experts, rest)]
     else:
         own = experts / mesh.expert
-        parts = [("shard", mesh.shard, dense, rest), ("expert shard", mesh.shard // mesh.expert, own, 0)]
+        parts = [("shard", mesh.owners, dense, rest), ("expert shard", mesh.owners // mesh.expert, own, 0)]
     for axis, size, blocks, outside in parts:
         if size > 1:
             # without a pipeline in every microbatch: blocks for both passes, the rest once
@@ -147,4 +157,4 @@ def tied_bytes(arch: Architecture, settings: Settings) -> float:
     mesh = settings.mesh
     if not arch.tied or mesh.pipeline == 1:
         return 0.0
-    return F32 * table_parameters(arch, mesh.tensor) / mesh.shard
+    return F32 * table_parameters(arch, mesh.tensor) / mesh.owners

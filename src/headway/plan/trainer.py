@@ -1,8 +1,8 @@
 """Headway's trainer as the planner models it: the software of a recipe's step, its mesh and microbatch.
 
 Keep in sync with `train/` and `parallel/`:
-- axes replicate, shard, tensor, pipeline (`task.RUNNABLE`): FSDP2 over the data axes, weights gathered per block in the
-  GEMMs' precision, gradients reduced in float32 once per step;
+- axes replicate, shard, tensor, pipeline, expert, context (`task.RUNNABLE`): FSDP2 over the data and context axes,
+  weights gathered per block in the GEMMs' precision, gradients reduced in float32 once per step;
 - float32 weights and moments unless the recipe says otherwise; bfloat16 by FSDP's mixed precision, or by autocast on a
   single data rank;
 - tensor parallelism with sequence parallelism that keeps gathered inputs, and vocabulary-parallel embedding and loss;

@@ -47,7 +47,7 @@ def end_comm_seconds(
 def rest_bytes(arch: Architecture, settings: Settings) -> tuple[float, float]:
     """Bytes of weights and gradients outside of blocks that are gathered and scattered in each microbatch."""
     mesh = settings.mesh
-    if mesh.shard == 1 or mesh.pipeline > 1 or not is_exact(arch, settings):
+    if mesh.owners == 1 or mesh.pipeline > 1 or not is_exact(arch, settings):
         return 0.0, 0.0
     count = rest_parameters(arch, settings, 0)
     return count * settings.shape.width, count * F32
@@ -58,7 +58,7 @@ def end_weight_seconds(arch: Architecture, settings: Settings, costs: CostModel)
     weights, gradients = rest_bytes(arch, settings)
     if not weights or costs.ideal:
         return 0.0
-    group = DeviceGroup(settings.mesh.shard, settings.mesh.tensor * settings.mesh.context)
+    group = DeviceGroup(settings.mesh.owners, settings.mesh.tensor)
     gather = settings.microbatches * collective_seconds(costs.network, "all_gather", weights, group)
     scatter = 0.0 if settings.frozen else collective_seconds(costs.network, "reduce_scatter", gradients, group)
     return gather + scatter * (settings.microbatches if settings.reduces_each else 1)
@@ -80,8 +80,7 @@ def step_transfers(arch: Architecture, settings: Settings, costs: CostModel, win
     mesh, rank = settings.mesh, busiest_rank(arch, settings)
     count = _count(arch, settings, rank)
     units = worker_blocks(arch, settings, rank) + 1
-    inner = mesh.tensor * mesh.context
-    shards, copies = DeviceGroup(mesh.shard, inner), DeviceGroup(mesh.replicate, inner * mesh.shard)
+    shards, copies = DeviceGroup(mesh.owners, mesh.tensor), DeviceGroup(mesh.replicate, mesh.tensor * mesh.owners)
     hidden = costs.parameters.hidden * window
     transfers: list[StepTransfer] = []
 
@@ -97,10 +96,10 @@ def step_transfers(arch: Architecture, settings: Settings, costs: CostModel, win
         add("gradients of the step", "reduce_scatter", "shard", count * F32, shards, units, hidden)
         add("weights of the step", "all_gather", "shard", count * settings.shape.width, shards, units, hidden / 2)
     # replicas reduce what the shards have reduced, and both overlap with the same pass
-    hidden_copies = hidden if mesh.shard == 1 else hidden / 2
-    add("gradients of replicas", "all_reduce", "replicate", count * F32 / mesh.shard, copies, units, hidden_copies)
+    hidden_copies = hidden if mesh.owners == 1 else hidden / 2
+    add("gradients of replicas", "all_reduce", "replicate", count * F32 / mesh.owners, copies, units, hidden_copies)
     summed = summed_bytes(arch, settings, rank)
     add("gradients of replicated weights", "all_reduce", "tensor", summed, DeviceGroup(mesh.tensor), 1, 0.0)
-    ends = DeviceGroup(2, inner * mesh.data * max(1, mesh.pipeline - 1))
+    ends = DeviceGroup(2, mesh.tensor * mesh.owners * mesh.replicate * max(1, mesh.pipeline - 1))
     add("gradients of the tied table", "all_reduce", "pipeline", tied_bytes(arch, settings), ends, 1, 0.0)
     return transfers

@@ -29,6 +29,10 @@ from headway.recipe.train import Train
 __all__ = ["Checkpoint", "Data", "Eval", "Health", "Inference", "Lora", "Parallel", "Recipe", "Store", "Train"]
 
 
+ContextAttention = Literal["all-gather", "all-to-all", "ring"]
+"""How workers attend to parts of a sequence that others have."""
+
+
 class Parallel(Section):
     """The device mesh; its axes except `expert` multiply to the number of workers."""
 
@@ -42,6 +46,8 @@ class Parallel(Section):
     """Workers that layers are split over (pipeline parallel)."""
     context: Positive = 1
     """Workers that each sequence is split over (context parallel)."""
+    context_attention: ContextAttention | None = None
+    """How they attend to each other's parts; by default as planned."""
     expert: Positive = 1
     """Workers that a layer's experts are split over (expert parallel); this axis overlaps the others."""
     keep_weights: bool | None = None

@@ -162,7 +162,7 @@ def build(
             logging.getLogger(__name__).warning(layers.describe())
     measures = None if isinstance(objective, NextToken) else cast(Objective, objective)
     spread = parallelize_model(model, recipe, world, assignment.faults.mutations, measures)
-    if world.data.size == 1 and spread.accumulates:
+    if world.fsdp_size == 1 and spread.accumulates:
         widen_gradients(spread.model)
     if not recipe.compiles(world.device.type):
         add_heartbeat_hooks(spread, beat)

@@ -13,7 +13,9 @@ def seed_step(seed: int, step: int, world: World) -> None:
 
     Workers of a tensor axis have the same numbers: an input that all of them have is dropped alike.
     """
-    place = (world.data.rank, world.axis("pipeline").rank)
+    place: tuple[int, ...] = (world.data.rank, world.axis("pipeline").rank)
+    if world.axis("context").size > 1:
+        place = (*place, world.axis("context").rank)
     key = hashlib.sha256(f"{seed}/{step}/{place}".encode()).digest()
     torch.manual_seed(int.from_bytes(key[:8], "little") >> 1)
 

@@ -105,8 +105,7 @@ class SaveClient:
             number = min(self._free)
             self._free.remove(number)
             rng = base64.b64encode(rng_state(self._world).numpy().tobytes()).decode()
-            mesh = {name: axis.size for name, axis in self._world.axes.items()}
-            note = {"attempt": self._attempt, "cursor": cursor, "chain": chain, "rng": rng, "mesh": mesh}
+            note = {"attempt": self._attempt, "cursor": cursor, "chain": chain, "rng": rng, "mesh": self._world.sizes}
             note |= {"tiers": tiers, "last": last}
             self._buffers[number].mark(step, NEVER)
             self._buffers[number].write_note(note)

@@ -8,7 +8,7 @@ import pytest
 from headway.agent import new_run, resume_run
 from headway.agent.launch import auto_plan
 from headway.agent.launch.auto_plan import plan_run, replan_run, unplanned
-from headway.agent.launch.mesh_checks import check_mesh, count_workers
+from headway.agent.launch.mesh_checks import check_axes, check_mesh, count_workers
 from headway.errors import RecipeError, UsageError
 from headway.hardware import Devices, parse_on
 from headway.plan.estimate import Estimate
@@ -479,12 +479,11 @@ def test_other_number_of_workers_gets_a_new_plan_from_its_step_on(lab, recipe) -
     assert read_recipe(run).train.microbatch is None
 
 
-def test_unsupported_axis_is_refused_by_name(tmp_path: Path, recipe) -> None:
-    runs = "this version's trainer runs replicate, shard, tensor, pipeline and expert only"
-    with pytest.raises(RecipeError, match=rf"parallel\.context is 2: {runs}") as caught:
-        new_run(recipe({"parallel.context": 2, "parallel.shard": 2}), tmp_path / "runs")
-    assert "--mesh shard=4 would run; headway plan --mesh" in (caught.value.hint or "")
-    assert not (tmp_path / "runs").exists()
+def test_unsupported_axis_is_refused_by_name(recipe) -> None:
+    changes = {"parallel.context": 2, "parallel.shard": 2, "objective": {"kind": "dpo"}}
+    with pytest.raises(RecipeError, match=r"parallel\.context is 2, but it does not support objective dpo") as caught:
+        check_axes(recipe(changes))
+    assert "shard, replicate, tensor and pipeline" in (caught.value.hint or "")
 
 
 def test_damaged_plan_is_ignored(lab, recipe) -> None:

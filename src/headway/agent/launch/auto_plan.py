@@ -12,6 +12,7 @@ from headway.agent.launch.trainer_support import supported_limits
 from headway.errors import HeadwayError, UsageError
 from headway.hardware import Cluster, Devices, default_cluster, find_ceilings, find_chip, this_cpu
 from headway.plan.candidates import candidates, held_microbatches, settings_of
+from headway.plan.context import context_attention
 from headway.plan.costs import Fidelity, make_cost_model
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.flops import layer_parameters
@@ -111,13 +112,14 @@ def settings_as_written(recipe: Recipe, cluster: Cluster) -> Settings:
     mesh, parallel, recompute = stated_mesh(recipe.parallel, cluster.devices), recipe.parallel, recipe.train.recompute
     task = make_task(recipe, cluster)
     settings = replace(
-        settings_of(task, mesh, 3 if mesh.shard > 1 else 0, default_microbatch(recipe, mesh)),
+        settings_of(task, mesh, 3 if mesh.owners > 1 else 0, default_microbatch(recipe, mesh)),
         recompute=recompute or "none",
         recompute_blocks=recipe.train.recompute_blocks if recompute else None,
     )
     if parallel is None:
         return settings
     settings = replace(settings, keeps_weights=bool(parallel.keep_weights), reduces_each=bool(parallel.reduce_each))
+    settings = replace(settings, context_attention=parallel.context_attention)
     return replace(settings, schedule=parallel.schedule, chunks=parallel.chunks, stages=parallel.stages)
 
 
@@ -154,13 +156,13 @@ def _choose(recipe: Recipe, baseline: Estimate, cluster: Cluster, any_mesh: bool
 
 
 def _best(recipe: Recipe, cluster: Cluster, mesh: Mesh | None) -> Estimate:
-    choices = SearchSpace(mesh=mesh, limits=supported_limits(recipe.model))
+    choices = SearchSpace(mesh=mesh, limits=supported_limits(recipe))
     return plan(recipe, cluster, fidelity=_fidelity(cluster), choices=choices, keep=1).best.estimate
 
 
 def _smallest(recipe: Recipe, baseline: Estimate, cluster: Cluster, mesh: Mesh | None) -> Estimate:
     """Return the settings that need least memory; the prediction may be off by what is missing."""
-    choices = narrow_space(recipe, cluster, SearchSpace(mesh=mesh, limits=supported_limits(recipe.model)))
+    choices = narrow_space(recipe, cluster, SearchSpace(mesh=mesh, limits=supported_limits(recipe)))
     if recipe.train.recompute is None:
         choices = replace(choices, recompute=("full",))
     arch, all_settings = baseline.architecture, candidates(make_task(recipe, cluster), cluster, choices)
@@ -177,7 +179,7 @@ def _chosen(recipe: Recipe, settings: Settings) -> dict[str, Any]:
     settled: dict[str, Any] = {"train.microbatch": settings.microbatch, "train.recompute": settings.recompute}
     if settings.recompute_blocks is not None and settings.recompute != "none":
         settled["train.recompute_blocks"] = settings.recompute_blocks
-    mesh, sharded = settings.mesh, settings.mesh.shard > 1 and settings.mesh.pipeline == 1
+    mesh, sharded = settings.mesh, settings.mesh.owners > 1 and settings.mesh.pipeline == 1
     stated = recipe.parallel is not None
     if stated or settings.keeps_weights or settings.reduces_each or mesh != Mesh(shard=mesh.devices):
         settled |= {f"parallel.{axis}": getattr(mesh, axis) for axis in CHOSEN_AXES if not stated}
@@ -186,14 +188,22 @@ def _chosen(recipe: Recipe, settings: Settings) -> dict[str, Any]:
     if mesh.pipeline > 1:
         settled |= {} if stated else {"parallel.schedule": settings.schedule, "parallel.chunks": settings.chunks}
         settled["parallel.stages"] = list(settings.stages or ())
-    return _open(recipe, settled)
+    return _open(recipe, settled | _attention(recipe, settings))
 
 
 def _required(recipe: Recipe, settings: Settings) -> dict[str, Any]:
-    """Return the keys that a pipeline's workers need and the recipe leaves open."""
-    if settings.mesh.pipeline == 1:
+    """Return the keys that workers of a pipeline or a context axis need and the recipe leaves open."""
+    required = _attention(recipe, settings)
+    if settings.mesh.pipeline > 1:
+        required |= {"train.microbatch": settings.microbatch, "parallel.stages": list(settings.stages or ())}
+    return _open(recipe, required)
+
+
+def _attention(recipe: Recipe, settings: Settings) -> dict[str, Any]:
+    """Return how workers of a context axis attend to each other's parts of sequences."""
+    if settings.mesh.context == 1:
         return {}
-    return _open(recipe, {"train.microbatch": settings.microbatch, "parallel.stages": list(settings.stages or ())})
+    return {"parallel.context_attention": context_attention(recipe.model.architecture(), settings)}
 
 
 def _open(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:

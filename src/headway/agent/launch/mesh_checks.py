@@ -4,13 +4,13 @@ import math
 from dataclasses import replace
 
 from headway.agent.launch.auto_plan import settings_as_written
-from headway.agent.launch.trainer_support import outdated_torch
+from headway.agent.launch.trainer_support import outdated_torch, whole_sequences
 from headway.errors import HeadwayError, RecipeError, RunError, UsageError, plural
 from headway.hardware import Devices, default_cluster, known_chip
 from headway.plan.checks import check, divisors
 from headway.plan.pipeline import check_schedule
 from headway.plan.settings import AXES, Mesh, Settings
-from headway.plan.task import RUNNABLE, schedule_conflict
+from headway.plan.task import schedule_conflict
 from headway.plan.trainer import default_microbatch, other_axes, stated_mesh, trainer_software
 from headway.recipe import ModelLayout, Parallel, Recipe
 from headway.recipe.lora import adapter_tensors
@@ -22,8 +22,8 @@ def default_workers(devices: Devices) -> int:
     return devices.count if devices.kind == "cuda" else 1
 
 
-def check_axes(recipe: Recipe, workers: int) -> None:
-    """Raise RecipeError for axes that this version's trainer does not support."""
+def check_axes(recipe: Recipe) -> None:
+    """Raise RecipeError for axes that this version's trainer does not support for a recipe."""
     parallel = recipe.parallel or Parallel()
     wanted = {axis: size for axis in AXES if (size := getattr(parallel, axis)) not in (None, 1)}
     for axis, size in wanted.items():
@@ -32,13 +32,11 @@ def check_axes(recipe: Recipe, workers: int) -> None:
                 f"parallel.tensor is {size}, but {recipe.model.family} has no tensor axis: {recipe.model.UNCUT}",
                 hint="use shard, replicate and pipeline axes",
             )
-        if axis not in RUNNABLE.axes:
-            runs = other_axes(parallel) * parallel.shard if parallel.shard else workers
-            mesh = ",".join(f"{axis}={size}" for axis, size in wanted.items())
-            *others, last = RUNNABLE.axes
+        whole = whole_sequences(recipe) if axis == "context" else None
+        if whole is not None:
             raise RecipeError(
-                f"parallel.{axis} is {size}: this version's trainer runs {', '.join(others)} and {last} only",
-                hint=f"--mesh shard={runs} would run; headway plan --mesh {mesh} estimates the other",
+                f"parallel.context is {size}, but it does not support {whole}",
+                hint="its workers need whole sequences: use shard, replicate, tensor and pipeline axes",
             )
 
 

@@ -90,7 +90,7 @@ def new_run(
     branch = branch_point(root, origin) if origin else None
     checkpoint, workers_before = (None, None) if branch is None else (branch.checkpoint, branch.workers)
     default = workers_before or default_workers(available)
-    check_axes(recipe, workers or default)
+    check_axes(recipe)
     count = count_workers(recipe, workers, max(default, nodes))
     check_workers(recipe, count, available)
     check_mesh(recipe, count)
@@ -180,7 +180,7 @@ def resume_run(
     available = on or devices(new.train.device)
     old_plan = read_plan(run)
     stated = new if old_plan is None else unplanned(new, old_plan)
-    check_axes(stated, workers or default_workers(available))
+    check_axes(stated)
     events = [event for record in read_run(run) for event in record.events]
     checkpoint, skipped = newest_checkpoint(run, events, new)
     manifest = open_address(checkpoint).manifest if checkpoint else None

@@ -5,7 +5,9 @@ from functools import lru_cache
 from importlib import metadata
 
 from headway.plan.task import RUNNABLE, TrainerLimits
-from headway.recipe import Model
+from headway.recipe import Recipe
+from headway.recipe.families.diffusion import DiffusionModel
+from headway.recipe.objective import Pretrain, Sft
 
 SPLIT_BACKWARD = (2, 13)
 """PyTorch 2.11 does not split the backward pass of functions written in Python, as losses are; 2.13 does, 2.12 is
@@ -23,11 +25,23 @@ def outdated_torch() -> str | None:
     return version if numbers < SPLIT_BACKWARD else None
 
 
-def supported_limits(model: Model) -> TrainerLimits:
-    """Return the limits of this version's trainer for a model here."""
-    limits = RUNNABLE
+def supported_limits(recipe: Recipe) -> TrainerLimits:
+    """Return the limits of this version's trainer for a recipe here."""
+    limits, model = RUNNABLE, recipe.model
     if outdated_torch() is not None:
         limits = replace(limits, schedules=tuple(kind for kind in limits.schedules if kind != "zero-bubble"))
-    if model.UNCUT:
-        limits = replace(limits, axes=tuple(axis for axis in limits.axes if axis != "tensor"))
-    return limits
+    missing = {"tensor"} if model.UNCUT else set[str]()
+    # weights of samples, which need whole sequences, are known only from the data
+    missing |= {"context"} if whole_sequences(recipe) or isinstance(recipe.objective, Sft) else set()
+    return replace(limits, axes=tuple(axis for axis in limits.axes if axis not in missing))
+
+
+def whole_sequences(recipe: Recipe) -> str | None:
+    """Return what of a recipe needs whole sequences on each worker; None if the context axis can split them."""
+    if recipe.model.class_ is not None:
+        return f"model.class {recipe.model.class_}"
+    if isinstance(recipe.model, DiffusionModel):
+        return f"family {recipe.model.family}"
+    if not isinstance(recipe.objective, Pretrain | Sft):
+        return f"objective {recipe.objective.kind}"
+    return "inference.exact" if recipe.inference.exact else None
