@@ -56,7 +56,7 @@ def set_tenant(
 
 @app.command()
 def rm(tenant: TenantName, runs: Runs = None, json: Json = False) -> None:
-    """Remove a tenant without jobs, users and tenants below it, and its secrets."""
+    """Remove a tenant that has no jobs, users or sub-tenants."""
     row = connect(runs_root(runs)).delete(path_of("tenants", tenant))
     print_json(row) if json else print(f"tenant {tenant} is removed")
 
