@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -19,7 +19,7 @@ import test_service_api
 from test_service_api import NODE, Api
 
 from eventually import eventually
-from headway.cluster.engines import LaunchRequest
+from headway.cluster.engines import OVER, LaunchRequest
 from headway.cluster.service.connection import connect
 from headway.cluster.service.messages import StartReport
 from headway.cluster.service.node_streams import listens
@@ -243,6 +243,12 @@ def test_echo_server_of_a_job_answers_through_the_service(service: ServiceProces
         with forwarded(service, job, others, log) as local:
             assert exchange(local, b"") == b""
             eventually(lambda: f"no process of job {job} listens on 127.0.0.1:{others}" in log.read_text())
+    with forwarded(service, job, port, log) as local, socket.create_connection(("127.0.0.1", local)) as channel:
+        channel.sendall(b"x")
+        assert channel.recv(1) == b"x"
+        engine.cancel(job)
+        assert not received_until_closed(channel)  # the job is gone, and with it the connection
+    eventually(lambda: engine.status([job])[job].state in OVER)
 
 
 @contextmanager
@@ -261,6 +267,15 @@ def forwarded(service: ServiceProcess, job: str, port: int, log: Path) -> Iterat
             yield int(line.split(":")[1])
         finally:
             process.terminate()
+
+
+def received_until_closed(channel: socket.socket) -> bytes:
+    """What still comes; a connection may be closed or reset."""
+    received = bytearray()
+    with suppress(ConnectionResetError):
+        while part := channel.recv(65536):
+            received += part
+    return bytes(received)
 
 
 def exchange(port: int, content: bytes) -> bytes:
