@@ -4,6 +4,7 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,6 +24,7 @@ from headway.cluster.service.node_routes import add_code_routes, add_node_routes
 from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
+from headway.cluster.service.stream_routes import OpenedStream, PortRequest, add_stream_routes, open_stream
 from headway.cluster.service.tenant_routes import add_tenant_routes
 from headway.cluster.service.uploaded_code import CodeStore
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
@@ -95,6 +97,7 @@ def make_app(
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
     add_operation_routes(app, service)
+    add_stream_routes(app, service.plane)
     add_node_routes(app, service, authority)
     add_code_routes(app, service, code)
     add_access_routes(app, service, accounts)
@@ -116,7 +119,7 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
             if not names:
                 raise UsageError(f"no job '{job}'", hint="headway queue lists jobs")
             rows = list_jobs(connection, names, tenants=tenants)
-        return [row | {"progress": plane.progress.get(row["id"])} for row in rows]
+        return [row | {"progress": plane.reports.progress.get(row["id"])} for row in rows]
 
     def to_change(job: str, caller: Principal) -> str:
         """The id or array of jobs that the caller may change."""
@@ -169,6 +172,11 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
     def set_priority(job: JobName, body: PriorityRequest, caller: Caller) -> dict[str, Any]:
         changed = plane.set_priority(to_change(job, caller), body.priority)
         return {"changed": changed, "jobs": listed(job, caller)}
+
+    @app.post("/api/v1/jobs/{job}/streams")
+    async def connect(job: JobName, body: PortRequest, caller: Caller) -> OpenedStream:
+        name = await run_in_threadpool(to_change, job, caller)
+        return await open_stream(plane, store, caller.user, name, body.port)
 
     @app.post("/api/v1/jobs/{job}/{verb}")
     def change(job: JobName, verb: Literal["cancel", "hold", "release"], caller: Caller) -> dict[str, Any]:

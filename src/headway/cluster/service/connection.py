@@ -43,6 +43,17 @@ class ServiceConnection:
         self._fingerprint, self._certificate = fingerprint, certificate
         self._connection: http.client.HTTPConnection | None = None
 
+    def another(self) -> "ServiceConnection":
+        """A connection as the same caller, kept open, for another thread."""
+        return ServiceConnection(
+            self.url,
+            self._token,
+            self._timeout_s,
+            keep=True,
+            fingerprint=self._fingerprint,
+            certificate=self._certificate,
+        )
+
     def get(self, path: str, **query: Any) -> Any:
         """The answer to a query."""
         words = urlencode({key: value for key, value in query.items() if value is not None}, doseq=True)
