@@ -17,6 +17,7 @@ from headway.cluster.service.access_routes import Caller, add_access_routes
 from headway.cluster.service.accounts import Accounts
 from headway.cluster.service.api_document import ERROR_ANSWERS, complete_document, no_such_route
 from headway.cluster.service.certificates import Authority
+from headway.cluster.service.connection import UNKNOWN_NODE
 from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.new_jobs import NewJob
@@ -29,7 +30,7 @@ from headway.cluster.service.tenant_routes import add_tenant_routes
 from headway.cluster.service.uploaded_code import CodeStore
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
 from headway.cluster.service.visibility import own_explanation, own_node
-from headway.errors import EngineError, EngineUnreachable, HeadwayError, UsageError
+from headway.errors import EngineError, EngineUnreachable, HeadwayError, UnknownNode, UsageError
 
 MOST_AT_ONCE = 100
 """Submissions of one batch."""
@@ -210,7 +211,8 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
 def _headway_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HeadwayError)
     status = 400 if error.usage else 503 if isinstance(error, EngineUnreachable) else 409
-    kind = "usage" if error.usage else "engine" if isinstance(error, EngineError) else "other"
+    usage = UNKNOWN_NODE if isinstance(error, UnknownNode) else "usage"
+    kind = usage if error.usage else "engine" if isinstance(error, EngineError) else "other"
     return JSONResponse({"error": error.message, "hint": error.hint, "kind": kind}, status_code=status)
 
 

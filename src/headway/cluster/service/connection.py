@@ -17,10 +17,12 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from headway.cluster.service.login import login_file, read_login
-from headway.errors import EngineError, EngineUnreachable, UsageError
+from headway.errors import EngineError, EngineUnreachable, UnknownNode, UsageError
 
 ADDRESS = "service.json"
 TOKEN, NODE_TOKEN = "token", "node-token"
+UNKNOWN_NODE = "unknown node"
+"""Kind of an answer: the cluster does not have the node that reports."""
 TIMEOUT_S = 60.0
 
 
@@ -174,7 +176,8 @@ def _error(status: int, data: bytes, url: str) -> EngineError | UsageError:
         return EngineError(f"the service at {url} answered with status {status}")
     if status == 401:
         return UsageError(f"the service at {url} refused the token", hint="headway login URL --token-file FILE")
-    return (UsageError if fields.get("kind") == "usage" else EngineError)(message, hint=hint)
+    kinds = {"usage": UsageError, UNKNOWN_NODE: UnknownNode}
+    return kinds.get(fields.get("kind"), EngineError)(message, hint=hint)
 
 
 def service_folder(runs: Path) -> Path:

@@ -94,3 +94,8 @@ ORDERS = TypeAdapter(NodeOrders)
 def start_key(job: str, start: int, rank: int) -> str:
     """The key of one start of a job on one of its nodes."""
     return f"{job}:{start}:{rank}"
+
+
+def start_folder(key: str) -> str:
+    """The name of a start's folders: without colons, which lists of paths such as PATH and mounts are split at."""
+    return key.replace(":", "-")

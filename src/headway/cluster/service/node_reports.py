@@ -19,7 +19,7 @@ from headway.cluster.service.run_progress import JobProgress
 from headway.cluster.service.secret_store import SecretStore
 from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks
-from headway.errors import UsageError
+from headway.errors import UnknownNode, UsageError
 
 RESULT = RankResult.__dataclass_fields__
 
@@ -71,7 +71,7 @@ class NodeReports:
             known = connection.execute(_KNOWN, {"name": report.node}).first()
             rows = _by_key(connection.execute(_WANTED, {"name": report.node}).all())
         if known is None:
-            raise UsageError(f"unknown node '{report.node}'", hint="it was removed: headway node join")
+            raise UnknownNode(f"unknown node '{report.node}': it was removed", hint="headway node join")
         if known.fingerprint != peer:
             raise UsageError(
                 f"whoever reports for node '{report.node}' has another certificate than it",
