@@ -2,6 +2,7 @@
 
 HeadwayError             exit status 1, except as said
 |-- UsageError           the command line asks for something that does not exist (exit status 2)
+|   `-- Forbidden        a user of the service may not do or see this (2)
 |-- RecipeError          a recipe's key or value is wrong (2)
 |-- DataError            a source, tokenizer, dataset or data version is not what was asked for (2)
 |   |-- WrongDataVersion it has another version than the recipe's (2)
@@ -56,6 +57,10 @@ class UsageError(HeadwayError):
     """The command line asks for something that does not exist."""
 
     exit_status = 2
+
+
+class Forbidden(UsageError):
+    """The user of a service, or its token, may not do or see this."""
 
 
 class RecipeError(HeadwayError):

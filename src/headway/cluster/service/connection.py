@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from headway.cluster.service.login import login_file, read_login
-from headway.errors import EngineError, EngineUnreachable, UsageError
+from headway.errors import EngineError, EngineUnreachable, Forbidden, UsageError
 
 ADDRESS = "service.json"
 TOKEN, NODE_TOKEN = "token", "node-token"
@@ -96,7 +96,7 @@ class ServiceConnection:
         if answer.status == 200:
             return json.loads(data) if parsed else data
         self.close()
-        raise _error(answer.status, data, self.url)
+        raise answer_error(answer.status, data, self.url)
 
     def _open(self) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
@@ -155,7 +155,8 @@ def _cause(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _error(status: int, data: bytes, url: str) -> EngineError | UsageError:
+def answer_error(status: int, data: bytes, url: str) -> EngineError | UsageError:
+    """What an answer other than 200 says, as the error that it was there."""
     try:
         fields = json.loads(data)
         message, hint = fields["error"], fields.get("hint")
@@ -163,6 +164,8 @@ def _error(status: int, data: bytes, url: str) -> EngineError | UsageError:
         return EngineError(f"the service at {url} answered with status {status}")
     if status == 401:
         return UsageError(f"the service at {url} refused the token", hint="headway login URL --token-file FILE")
+    if status == 403:
+        return Forbidden(message, hint=hint)
     return (UsageError if fields.get("kind") == "usage" else EngineError)(message, hint=hint)
 
 
