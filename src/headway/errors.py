@@ -60,7 +60,7 @@ class UsageError(HeadwayError):
 
 
 class Forbidden(UsageError):
-    """The user of a service, or its token, may not do or see this."""
+    """The user of a service, or its token, may not do or see this. The service notes it in its audit log."""
 
 
 class RecipeError(HeadwayError):

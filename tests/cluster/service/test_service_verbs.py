@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from access_world import AccessWorld, access_world
+from access_world import AccessWorld, access_world, submission
 from fastapi.testclient import TestClient
 from service_verbs import URL, Terminal
 
@@ -49,3 +49,57 @@ def test_cluster_pages_show_who_is_no_admin_its_own_tenants(
     assert other not in {event["job"] for event in timeline["events"]}
     assert (timeline["jobs"], job["spans"]) == ([], []), "spans are of the record, which is for admins"
     assert timeline["refusal"]
+
+
+FORBIDDEN = (
+    ("red-admin", "PUT", "/api/v1/users/eve", {"role": "admin", "tenant": None}),
+    ("red-admin", "PUT", "/api/v1/users/eve", {"role": "member", "tenant": "blue"}),
+    ("red-admin", "PUT", "/api/v1/users/blue-member", {"role": "member", "tenant": "red"}),
+    ("red-admin", "DELETE", "/api/v1/users/blue-member", None),
+    ("red-admin", "PUT", "/api/v1/tenants/blue", {"guarantee": 0}),
+    ("red-admin", "PUT", "/api/v1/tenants/red", {"guarantee": 9}),
+    ("red-admin", "DELETE", "/api/v1/tenants/blue", None),
+    ("red-admin", "PUT", "/api/v1/tenants/red-b", {"parent": "blue"}),
+    ("red-member", "PUT", "/api/v1/secrets/blue/KEY", {"value": "marker-of-a-secret"}),
+    ("red-member", "POST", "/api/v1/tokens", {"user": "red-admin"}),
+    ("red-member", "DELETE", "/api/v1/tokens/nosuch", None),
+    ("red-member", "POST", "/api/v1/jobs", submission("blue")),
+    ("red-member", "POST", "/api/v1/jobs/BLUE/cancel", None),
+    ("red-a-member", "POST", "/api/v1/jobs/RED/cancel", None),
+)
+
+
+def test_attempts_at_what_is_not_ones_own_are_in_the_audit_log(world: AccessWorld) -> None:
+    jobs = {"BLUE": world.submit("blue-member"), "RED": world.submit("red-member")}
+    for user, method, path, body in FORBIDDEN:
+        for word, job in jobs.items():
+            path = path.replace(word, job)
+        assert world.ask(user, method, path, body).status_code == 400, (user, method, path)
+        newest = world.ask("root", "GET", "/api/v1/audit").json()[-1]
+        assert (newest["user"], newest["target"], newest["outcome"]) == (user, path, "refused")
+        assert newest["detail"] and "marker" not in json.dumps(newest)
+
+
+def test_audit_log_does_not_tell_whether_others_have_a_job(world: AccessWorld) -> None:
+    job = world.submit("blue-member")
+    for name in (job, "nosuch"):
+        world.ask("red-member", "POST", f"/api/v1/jobs/{name}/cancel")
+    entries = world.ask("red-admin", "GET", "/api/v1/audit").json()[-2:]
+    assert [entry["detail"] for entry in entries] == [f"no job '{job}'", "no job 'nosuch'"]
+
+
+def test_own_mistakes_are_no_refused_attempts(world: AccessWorld) -> None:
+    entries = world.ask("root", "GET", "/api/v1/audit").json()
+    assert world.ask("root", "DELETE", "/api/v1/users/nosuch").status_code == 400
+    assert world.ask("red-member", "GET", "/api/v1/jobs/nosuch").status_code == 400
+    assert world.ask("root", "GET", "/api/v1/audit").json() == entries
+
+
+def test_budget_of_an_unknown_tenant_makes_none(world: AccessWorld, terminal: Terminal) -> None:
+    for words in (("blu", "5"), ("blu",)):
+        printed = terminal.type("root", "budget", *words)
+        assert printed.status == 2
+        assert "unknown tenant 'blu'" in printed.err and "did you mean blue?" in printed.err
+    assert set(world.plane.cluster.tenants) == {"red", "red-a", "blue"}
+    assert terminal.type("root", "budget", "blue", "5").status == 0
+    assert "0.0 of 5" in terminal.type("root", "budget", "blue").out

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from headway.errors import UsageError
+from headway.errors import Forbidden, UsageError
 
 Role = Literal["viewer", "member", "tenant-admin", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -118,16 +118,16 @@ def visible_tenants(principal: Principal, tenants: Iterable[Mapping[str, Any]]) 
 
 
 def check_user_change(principal: Principal, role: Role, tenant: str | None, visible: frozenset[str] | None) -> None:
-    """Raise UsageError unless the caller may give somebody this role in this tenant."""
+    """Raise UsageError unless somebody can have this role in this tenant, and Forbidden unless the caller may give it."""
     if (role == "admin") != (tenant is None):
         raise UsageError(
             f"a user with role {role} {'has no' if role == 'admin' else 'needs a'} tenant",
             hint="admins see all tenants; all others have one",
         )
     if not at_least(principal.role, role):
-        raise UsageError(f"{principal.role} '{principal.user}' cannot make a user {role}")
+        raise Forbidden(f"{principal.role} '{principal.user}' cannot make a user {role}")
     if tenant is not None and visible is not None and tenant not in visible:
-        raise UsageError(f"unknown tenant '{tenant}'", hint=f"yours: {', '.join(sorted(visible))}")
+        raise Forbidden(f"unknown tenant '{tenant}'", hint=f"yours: {', '.join(sorted(visible))}")
 
 
 def may_change_job(principal: Principal, owner: str) -> bool:
