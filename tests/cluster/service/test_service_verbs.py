@@ -103,3 +103,11 @@ def test_budget_of_an_unknown_tenant_makes_none(world: AccessWorld, terminal: Te
     assert set(world.plane.cluster.tenants) == {"red", "red-a", "blue"}
     assert terminal.type("root", "budget", "blue", "5").status == 0
     assert "0.0 of 5" in terminal.type("root", "budget", "blue").out
+
+
+def test_tenants_are_listed_below_their_parents(world: AccessWorld, terminal: Terminal) -> None:
+    for name, parent in (("blue-a", "blue"), ("red-b", "red"), ("red-a-1", "red-a")):
+        assert terminal.type("root", "tenants", "set", name, "--parent", parent).status == 0
+    lines = terminal.type("root", "tenants").out.splitlines()[1:-1]
+    names = [line[: len(line) - len(line.lstrip())] + line.split()[0] for line in lines]
+    assert names == ["red", "  red-a", "    red-a-1", "  red-b", "blue", "  blue-a"]
