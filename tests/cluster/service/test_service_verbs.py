@@ -111,3 +111,21 @@ def test_tenants_are_listed_below_their_parents(world: AccessWorld, terminal: Te
     lines = terminal.type("root", "tenants").out.splitlines()[1:-1]
     names = [line[: len(line) - len(line.lstrip())] + line.split()[0] for line in lines]
     assert names == ["red", "  red-a", "    red-a-1", "  red-b", "blue", "  blue-a"]
+
+
+@pytest.mark.parametrize("verb", ["logs", "cancel"])
+def test_unknown_job_is_not_blamed_on_the_folder_of_runs(terminal: Terminal, verb: str) -> None:
+    printed = terminal.type("red-member", verb, "4711")
+    assert printed.status == 2
+    assert "no job of the service and no run is called '4711'" in printed.err
+    assert "headway queue lists jobs" in printed.err
+
+
+def test_events_of_an_unknown_job_are_an_error(world: AccessWorld, terminal: Terminal) -> None:
+    job = world.submit("red-member", name="known")
+    world.cycle()
+    printed = terminal.type("red-member", "events", "--job", "nosuch")
+    assert (printed.status, printed.out) == (2, "")
+    assert "no job 'nosuch'" in printed.err
+    for name in (job, "known"):
+        assert f"job {job} (known)" in terminal.type("red-member", "events", "--job", name).out
