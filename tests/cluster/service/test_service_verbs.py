@@ -77,7 +77,8 @@ def test_attempts_at_what_is_not_ones_own_are_in_the_audit_log(world: AccessWorl
         assert world.ask(user, method, path, body).status_code == 400, (user, method, path)
         newest = world.ask("root", "GET", "/api/v1/audit").json()[-1]
         assert (newest["user"], newest["target"], newest["outcome"]) == (user, path, "refused")
-        assert newest["detail"] and "marker" not in json.dumps(newest)
+        assert newest["detail"]
+        assert "marker" not in json.dumps(newest)
 
 
 def test_audit_log_does_not_tell_whether_others_have_a_job(world: AccessWorld) -> None:
@@ -99,7 +100,8 @@ def test_budget_of_an_unknown_tenant_makes_none(world: AccessWorld, terminal: Te
     for words in (("blu", "5"), ("blu",)):
         printed = terminal.type("root", "budget", *words)
         assert printed.status == 2
-        assert "unknown tenant 'blu'" in printed.err and "did you mean blue?" in printed.err
+        assert "unknown tenant 'blu'" in printed.err
+        assert "did you mean blue?" in printed.err
     assert set(world.plane.cluster.tenants) == {"red", "red-a", "blue"}
     assert terminal.type("root", "budget", "blue", "5").status == 0
     assert "0.0 of 5" in terminal.type("root", "budget", "blue").out
@@ -129,3 +131,17 @@ def test_events_of_an_unknown_job_are_an_error(world: AccessWorld, terminal: Ter
     assert "no job 'nosuch'" in printed.err
     for name in (job, "known"):
         assert f"job {job} (known)" in terminal.type("red-member", "events", "--job", name).out
+
+
+def test_join_token_is_written_for_its_user_only(world: AccessWorld, terminal: Terminal, tmp_path: Path) -> None:
+    file = tmp_path / "gpu.token"
+    printed = terminal.type("root", "node", "token", "--out", str(file))
+    assert (printed.status, file.stat().st_mode & 0o777) == (0, 0o600)
+    token = file.read_text().strip()
+    assert len(token) >= 16
+    assert token not in printed.out
+    assert terminal.type("root", "node", "token", "--out", str(file)).status == 2, "it is not overwritten"
+    assert file.read_text().strip() == token
+    shown = json.loads(terminal.type("root", "node", "token", "--json", "--out", str(tmp_path / "b.token")).out)
+    assert shown["file"] == str(tmp_path / "b.token")
+    assert "token" not in shown

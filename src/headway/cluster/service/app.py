@@ -15,8 +15,8 @@ from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.access_guard import AccessGuard, GuardSettings
 from headway.cluster.service.access_routes import Caller, add_access_routes
 from headway.cluster.service.accounts import Accounts
-from headway.cluster.service.audit import current_action
 from headway.cluster.service.api_document import ERROR_ANSWERS, complete_document, no_such_route
+from headway.cluster.service.audit import current_action
 from headway.cluster.service.certificates import Authority
 from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService

@@ -118,7 +118,7 @@ def visible_tenants(principal: Principal, tenants: Iterable[Mapping[str, Any]]) 
 
 
 def check_user_change(principal: Principal, role: Role, tenant: str | None, visible: frozenset[str] | None) -> None:
-    """Raise UsageError unless somebody can have this role in this tenant, and Forbidden unless the caller may give it."""
+    """Raise UsageError unless a role fits a tenant, and Forbidden unless the caller may give it."""
     if (role == "admin") != (tenant is None):
         raise UsageError(
             f"a user with role {role} {'has no' if role == 'admin' else 'needs a'} tenant",

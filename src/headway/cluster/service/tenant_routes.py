@@ -91,9 +91,7 @@ def add_tenant_routes(app: FastAPI, service: LiveService, accounts: Accounts) ->
         tenants = plane.cluster.values["tenants"]
         seen = visible_tenants(caller, tenants)
         if seen is not None and name == caller.tenant:
-            raise Forbidden(
-                f"'{caller.user}' cannot change tenant {name} itself", hint="its limits are set from above"
-            )
+            raise Forbidden(f"'{caller.user}' cannot change tenant {name} itself", hint="its limits are set from above")
         if seen is not None and name not in seen and any(tenant["name"] == name for tenant in tenants):
             raise Forbidden(f"unknown tenant '{name}'", hint="headway tenants lists yours")
 
