@@ -145,3 +145,16 @@ def test_join_token_is_written_for_its_user_only(world: AccessWorld, terminal: T
     shown = json.loads(terminal.type("root", "node", "token", "--json", "--out", str(tmp_path / "b.token")).out)
     assert shown["file"] == str(tmp_path / "b.token")
     assert "token" not in shown
+
+
+def test_login_says_which_service_the_verbs_ask(world: AccessWorld, terminal: Terminal, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(world.tokens["red-member"])
+    words = ("login", URL, "--token-file", str(token))
+    assert "note:" not in terminal.type("red-member", *words).out
+    folder = tmp_path / "runs" / ".service"
+    folder.mkdir(parents=True)
+    (folder / "service.json").write_text(json.dumps({"url": "http://127.0.0.1:9999"}))
+    printed = terminal.type("red-member", *words).out
+    assert f"{tmp_path / 'runs'}, verbs still ask the service that was started there: http://127.0.0.1:9999" in printed
+    assert json.loads(terminal.type("red-member", *words, "--json").out)["asked_instead"] == "http://127.0.0.1:9999"

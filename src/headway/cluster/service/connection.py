@@ -174,6 +174,14 @@ def service_folder(runs: Path) -> Path:
     return runs.absolute() / ".service"
 
 
+def service_started_for(runs: Path) -> str | None:
+    """The URL of the service that was started for a folder of runs, which counts before a login; None if none was."""
+    try:
+        return str(json.loads((service_folder(runs) / ADDRESS).read_text())["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def connect(runs: Path, timeout_s: float = TIMEOUT_S) -> ServiceConnection:
     """Connect to the service of a folder of runs, else to the one that the user has logged in to."""
     folder = service_folder(runs)
