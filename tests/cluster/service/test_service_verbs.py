@@ -158,3 +158,10 @@ def test_login_says_which_service_the_verbs_ask(world: AccessWorld, terminal: Te
     printed = terminal.type("red-member", *words).out
     assert f"{tmp_path / 'runs'}, verbs still ask the service that was started there: http://127.0.0.1:9999" in printed
     assert json.loads(terminal.type("red-member", *words, "--json").out)["asked_instead"] == "http://127.0.0.1:9999"
+
+
+def test_node_that_another_tenant_uses_is_busy(world: AccessWorld, terminal: Terminal) -> None:
+    world.submit("blue-member", gpus=4)
+    world.cycle()
+    rows = json.loads(terminal.type("red-member", "nodes", "--engine", "service", "--json").out)
+    assert sorted((row["state"], row["gpus_free"]) for row in rows) == [("busy", 0), ("free", 4)]
