@@ -165,3 +165,17 @@ def test_node_that_another_tenant_uses_is_busy(world: AccessWorld, terminal: Ter
     world.cycle()
     rows = json.loads(terminal.type("red-member", "nodes", "--engine", "service", "--json").out)
     assert sorted((row["state"], row["gpus_free"]) for row in rows) == [("busy", 0), ("free", 4)]
+
+
+def test_key_of_a_submission_stands_for_one_request(world: AccessWorld, terminal: Terminal, tmp_path: Path) -> None:
+    submit = ("submit", "--key", "nightly", "--name", "train")
+    first = json.loads(terminal.type("red-member", *submit, "--json", "--", "echo", "one").out)
+    again = terminal.type("red-member", *submit, "--", "echo", "one")
+    assert f"already submitted as job {first['job']} (train)" in again.out
+    assert json.loads(terminal.type("red-member", *submit, "--json", "--", "echo", "one").out)["repeated"]
+    for words in (("--", "echo", "two"), ("--cpus", "2", "--", "echo", "one")):
+        other = terminal.type("red-member", *submit, *words)
+        assert (other.status, other.out) == (2, "")
+        assert f"job {first['job']} (train) has the same key and another" in other.err
+    assert len(list((tmp_path / "runs" / ".commands").iterdir())) == 1, "no folder is left by what was not queued"
+    assert [row["id"] for row in world.ask("root", "GET", "/api/v1/jobs").json()] == [first["job"]]
