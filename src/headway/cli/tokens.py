@@ -11,6 +11,7 @@ from headway.cli.options import Json, Runs, TokenFile
 from headway.cli.text import duration, next_line, print_json, table
 from headway.cluster.engines.scripts import replace_file
 from headway.cluster.service.connection import connect, path_of
+from headway.cluster.service.tokens import LONGEST_S
 from headway.errors import UsageError
 from headway.track import command, runs_root
 
@@ -86,7 +87,10 @@ def _seconds(text: str) -> float:
     match = _LIFETIME.fullmatch(text)
     if match is None:
         raise UsageError(f"--expires {text!r} is not a lifetime", hint="30m, 12h or 90d")
-    return float(match[1]) * _SECONDS[match[2]]
+    lifetime_s = float(match[1]) * _SECONDS[match[2]]
+    if lifetime_s > LONGEST_S:
+        raise UsageError(f"--expires {text} is too long", hint=f"at most {LONGEST_S / _SECONDS['d']:.0f}d")
+    return lifetime_s
 
 
 def _state(row: dict[str, Any]) -> str:

@@ -179,3 +179,34 @@ def test_key_of_a_submission_stands_for_one_request(world: AccessWorld, terminal
         assert f"job {first['job']} (train) has the same key and another" in other.err
     assert len(list((tmp_path / "runs" / ".commands").iterdir())) == 1, "no folder is left by what was not queued"
     assert [row["id"] for row in world.ask("root", "GET", "/api/v1/jobs").json()] == [first["job"]]
+
+
+@pytest.mark.parametrize(
+    ("user", "words", "sentence"),
+    [
+        ("root", "users set eve --role boss --tenant red", "role 'boss': one of viewer, member, tenant-admin or admin"),
+        ("red-member", "tokens add --scope all", "scopes 'all': one of read, jobs or manage"),
+        ("red-member", "tokens add --expires 9000d", "--expires 9000d is too long"),
+        ("red-viewer", "users", "viewer 'red-viewer' may not read users: that takes the role tenant-admin or above"),
+        ("red-admin", "node cordon n1", "tenant-admin 'red-admin' may not change nodes: that takes the role admin"),
+    ],
+)
+def test_mistakes_are_said_in_the_words_of_who_typed(terminal: Terminal, user: str, words: str, sentence: str) -> None:
+    printed = terminal.type(user, *words.split())
+    assert (printed.status, printed.out) == (2, "")
+    assert sentence in printed.err
+    assert "api/v1" not in printed.err
+    assert "body" not in printed.err
+
+
+def test_missed_bounds_name_the_bound_and_no_secret_is_quoted(world: AccessWorld) -> None:
+    def error(path: str, body: object, method: str = "POST") -> str:
+        answer = world.ask("root", method, path, body)
+        assert answer.status_code == 422
+        return str(answer.json()["error"])
+
+    assert error("/api/v1/tokens", {"lifetime_s": 5}) == "lifetime_s 5: at least 60"
+    assert error("/api/v1/jobs", {}) == "request: this is missing"
+    assert error("/api/v1/jobs", {"request": {}, "colour": 1}) == "colour: there is no such field"
+    secret = error("/api/v1/secrets/red/KEY", {"value": ["marker-of-a-secret"]}, "PUT")
+    assert "marker" not in secret

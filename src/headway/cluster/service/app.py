@@ -15,7 +15,7 @@ from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.access_guard import AccessGuard, GuardSettings
 from headway.cluster.service.access_routes import Caller, add_access_routes
 from headway.cluster.service.accounts import Accounts
-from headway.cluster.service.api_document import ERROR_ANSWERS, complete_document, no_such_route
+from headway.cluster.service.api_document import ERROR_ANSWERS, complete_document, no_such_route, sentence_of
 from headway.cluster.service.audit import current_action
 from headway.cluster.service.certificates import Authority
 from headway.cluster.service.demand import MOST_PRIORITY, job_of
@@ -221,6 +221,5 @@ def _forbidden(accounts: Accounts, request: Request, error: Exception) -> JSONRe
 
 def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError | ValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return JSONResponse({"error": f"{where}: {first['msg']}", "hint": None, "kind": "usage"}, status_code=422)
+    sentence = sentence_of(error.errors()[0])
+    return JSONResponse({"error": sentence, "hint": None, "kind": "usage"}, status_code=422)

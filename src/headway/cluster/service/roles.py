@@ -98,6 +98,18 @@ PERMISSIONS: dict[str, Need] = {
 """Every route, by method and path. A route that is not listed is refused to everybody."""
 
 
+def denial(principal: Principal, method: str, path: str, need: Need | None) -> str:
+    """Why a caller may not make a request, in words: which role or scope it takes."""
+    kind = path.removeprefix("/api/v1/").strip("/").partition("/")[0].partition(":")[0]
+    deed = f"{'read' if method == 'GET' else 'change'} {kind}"
+    if not isinstance(need, Permission):
+        return f"{principal.role} '{principal.user}' may not {deed}: no user may"
+    if not at_least(principal.role, need.role):
+        least = "" if need.role == ROLES[-1] else " or above"
+        return f"{principal.role} '{principal.user}' may not {deed}: that takes the role {need.role}{least}"
+    return f"this token of '{principal.user}' may not {deed}: it lacks the scope {need.scope}"
+
+
 def at_least(role: Role, least: Role) -> bool:
     """Whether a role may do what another may."""
     return ROLES.index(role) >= ROLES.index(least)
