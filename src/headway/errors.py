@@ -2,6 +2,7 @@
 
 HeadwayError             exit status 1, except as said
 |-- UsageError           the command line asks for something that does not exist (exit status 2)
+|   |-- Forbidden        a user of the service may not do or see this (2)
 |   `-- UnknownNode      a machine reports as a node that the cluster does not have (2)
 |-- RecipeError          a recipe's key or value is wrong (2)
 |-- DataError            a source, tokenizer, dataset or data version is not what was asked for (2)
@@ -61,6 +62,10 @@ class UsageError(HeadwayError):
 
 class UnknownNode(UsageError):
     """A machine reports as a node that the cluster does not have."""
+
+
+class Forbidden(UsageError):
+    """The user of a service, or its token, may not do or see this. The service notes it in its audit log."""
 
 
 class RecipeError(HeadwayError):

@@ -29,7 +29,7 @@ from headway.cluster.service.store import ServiceStore
 from headway.cluster.service.tables import open_database, sqlite_url
 from headway.dashboard import make_app
 from headway.dashboard.cluster_record import HOLDING, ClusterRecord
-from headway.errors import UsageError
+from headway.errors import Forbidden, UsageError
 
 USER = "the-token-of-the-service-that-no-browser-gets"
 NODES = ("n1", "n2", "n3")
@@ -46,7 +46,7 @@ class InProcess(ServiceConnection):
 
     def get(self, path: str, **query: Any) -> Any:
         if path in self._refused:
-            raise UsageError("role viewer may not read this")
+            raise Forbidden("role viewer may not read this")
         answer = self._client.get(path, params=query, headers={"authorization": f"Bearer {USER}"})
         if answer.status_code != 200:
             raise UsageError(answer.json()["error"], hint=answer.json()["hint"])

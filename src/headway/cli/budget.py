@@ -8,7 +8,7 @@ from headway.cli.options import Json, Runs
 from headway.cli.tenants import NONE, tenant_table
 from headway.cli.text import print_json
 from headway.cluster.service.connection import connect, path_of
-from headway.errors import UsageError
+from headway.errors import UsageError, suggest
 from headway.track import runs_root
 
 
@@ -22,12 +22,14 @@ def budget(
 ) -> None:
     """Show what tenants have spent of their monthly budgets, or set the budget of one."""
     connection = connect(runs_root(runs))
+    rows = connection.get("/api/v1/tenants")
+    names = [row["name"] for row in rows]
+    if tenant is not None and tenant not in names:
+        raise UsageError(f"unknown tenant '{tenant}'", hint=suggest(tenant, names, "headway tenants lists them"))
     if tenant is not None and gpu_hours is not None:
         rows = [connection.put(path_of("tenants", tenant), {"budget_gpu_h": _hours(gpu_hours)})]
     else:
-        rows = [row for row in connection.get("/api/v1/tenants") if tenant in (None, row["name"])]
-        if not rows:
-            raise UsageError(f"unknown tenant '{tenant}'", hint="headway tenants lists them")
+        rows = [row for row in rows if tenant in (None, row["name"])]
     print_json(rows) if json else print("\n".join(tenant_table(rows)))
 
 

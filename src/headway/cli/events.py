@@ -12,7 +12,7 @@ import typer
 
 from headway.cli.options import Json, Runs
 from headway.cli.text import duration, print_json
-from headway.cluster.service.connection import connect
+from headway.cluster.service.connection import connect, job_path
 from headway.errors import UsageError
 from headway.track import runs_root
 
@@ -38,6 +38,8 @@ def events(
             raise UsageError("--audit is of users, not of jobs", hint="leave --job out")
         _print_audit(runs_root(runs), follow, json)
         return
+    if job is not None:
+        connect(runs_root(runs)).get(job_path(job))  # an error if there is none
     chosen = (event for event in _events(runs_root(runs), follow) if job in (None, event["job"], event["name"]))
     if json and not follow:
         print_json(list(chosen))

@@ -9,9 +9,10 @@ import typer
 from headway.cli.options import Json
 from headway.cli.text import print_json
 from headway.cli.whoami import identity_lines
-from headway.cluster.service.connection import ServiceConnection, read_fingerprint
+from headway.cluster.service.connection import ServiceConnection, read_fingerprint, service_started_for
 from headway.cluster.service.login import Login, check_url, login_file, write_login
 from headway.errors import UsageError
+from headway.track import runs_root
 
 
 def login(
@@ -30,10 +31,15 @@ def login(
     connection = ServiceConnection(wanted.url, wanted.token, fingerprint=wanted.fingerprint)
     identity = connection.get("/api/v1/whoami")
     write_login(login_file(), wanted)
+    root = runs_root(None)
+    instead = service_started_for(root)
     if json:
-        print_json(identity | {"url": wanted.url})
+        print_json(identity | {"url": wanted.url, "asked_instead": instead})
         return
     print("\n".join([f"logged in to {wanted.url}", *identity_lines(identity)]))
+    if instead is not None:
+        print(f"note: with the runs in {root}, verbs still ask the service that was started there: {instead}")
+        print("hint: --runs or HEADWAY_RUNS with another folder")
     print("next: headway queue, headway submit -- COMMAND")
 
 

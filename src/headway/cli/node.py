@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import Json, Runs
+from headway.cli.options import Json, Runs, TokenFile
 from headway.cli.text import print_json
+from headway.cli.tokens import check_new
+from headway.cluster.engines.scripts import replace_file
 from headway.cluster.service.connection import connect, node_path, read_fingerprint
 from headway.errors import UsageError
 from headway.http_server import read_key
@@ -39,16 +41,20 @@ def token(
     replace: Annotated[
         str | None, typer.Option("--replace", metavar="NODE", help="Let a new machine take a node's place.")
     ] = None,
+    out: TokenFile = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
     """Make a token with which one node may join, within ten minutes."""
-    root = runs_root(runs)
-    answer = connect(root).post("/api/v1/join-tokens", {"replace": replace})
+    check_new(out)
+    answer = connect(runs_root(runs)).post("/api/v1/join-tokens", {"replace": replace})
+    if out is not None:
+        replace_file(out, answer.pop("token") + "\n", private=True)
+        answer["file"] = str(out)
     if json:
         print_json(answer)
         return
-    print(answer["token"])
+    print(answer["token"] if out is None else f"written to {out}")
 
 
 @app.command()

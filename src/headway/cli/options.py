@@ -59,3 +59,6 @@ Workers = Annotated[
         "--workers", min=1, metavar="N", help="Processes to train with (default: one per GPU, or one on CPU)."
     ),
 ]
+TokenFile = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write it there, for you only, not to the terminal.")
+]

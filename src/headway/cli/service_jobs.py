@@ -10,7 +10,8 @@ from headway.cluster.engines.engine import OVER
 from headway.cluster.engines.scripts import list_logs, log_folder
 from headway.cluster.service.connection import ADDRESS, connect, job_path, service_folder
 from headway.cluster.service.login import login_file
-from headway.errors import EngineError, EngineUnreachable, UsageError
+from headway.errors import EngineError, EngineUnreachable, RunError, UsageError
+from headway.track import command, find_run, list_runs
 
 _POLL_S = 0.5
 
@@ -21,12 +22,22 @@ def has_service(root: Path) -> bool:
 
 
 def service_job(root: Path, name: str) -> list[dict[str, Any]] | None:
-    """Return the rows of a job of the service that is not a run; None if there is no such job, or no service."""
+    """Return the rows of a job of the service that is not a run; None if it may be a run, or there is no service.
+
+    UsageError if it is neither.
+    """
     if (root / name).exists() or not has_service(root):
         return None
     try:
         rows: list[dict[str, Any]] = connect(root).get(job_path(name))
     except UsageError:
+        if any(run.name.startswith(name) for run in list_runs(root)):
+            return None
+        try:
+            find_run(root, name)  # the last one, or one that was set aside
+        except RunError:
+            hint = f"{command(root, 'queue')} lists jobs, {command(root, 'runs')} runs"
+            raise UsageError(f"no job of the service and no run is called '{name}'", hint=hint) from None
         return None
     except EngineUnreachable:  # whoever is logged in somewhere may mean a run of this folder
         if (service_folder(root) / ADDRESS).exists():

@@ -118,13 +118,16 @@ def submit(
         if engine != "service":
             raise UsageError(f"--engine {engine} takes recipes, not commands", hint="--engine service")
         resources = CommandResources(machines, gpus, cpus, memory_gib, (*(secret or ()), *(secret_file or ())))
-        request, job = submit_command(what, root, resources, name, site, upload=upload, dry=dry_run)
+        submitted = submit_command(what, root, resources, name, site, upload=upload, dry=dry_run)
+        name, job = submitted.request.name, submitted.job
         if dry_run:
             print_json({"engine": engine, "would_send": job}) if json else print(job, end="")
         elif json:
-            print_json({"name": request.name, "engine": engine, "job": job})
+            print_json({"name": name, "engine": engine, "job": job, "repeated": submitted.repeated})
         else:
-            print(f"{request.name}: job {job} of {engine}")
+            print(
+                f"already submitted as job {job} ({name})" if submitted.repeated else f"{name}: job {job} of {engine}"
+            )
             print(next_line(*(command(root, words) for words in ("queue", f"logs {job} --follow", f"cancel {job}"))))
         return
     if secret or secret_file:

@@ -1,5 +1,6 @@
 """`headway tenants`: who shares the cluster, with which guarantees, limits and budgets."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -62,17 +63,25 @@ def rm(tenant: TenantName, runs: Runs = None, json: Json = False) -> None:
 
 
 def tenant_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line per tenant; those below another one are indented."""
-    names, cells = {row["name"] for row in rows}, list[tuple[str, ...]]()
-    depths: dict[str, int] = {}
-    for row in rows:
-        depths[row["name"]] = depths[row["parent"]] + 1 if row["parent"] in names else 0
+    """Return a line per tenant; those below another one follow it, indented."""
+    cells = list[tuple[str, ...]]()
+    for row, depth in _as_tree(rows):
         hours = f"{row['spent_gpu_h']:,.1f}" + (f" of {row['budget_gpu_h']:,g}" if row["budget_gpu_h"] else "")
         limits = ["-" if row[key] is None else f"{row[key]:,}" for key in ("borrow", "lend")]
-        name = "  " * depths[row["name"]] + row["name"]
+        name = "  " * depth + row["name"]
         cells.append((name, f"{row['guarantee']:,}", *limits, f"{row['gpus']:,}", f"{row['wanted_gpus']:,}", hours))
     month = rows[0]["month"] if rows else ""
     return table(("tenant", "guarantee", "borrow", "lend", "GPUs", "wait", f"GPU-hours {month}"), cells)
+
+
+def _as_tree(rows: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each row and its depth: after its parent and that one's children before it."""
+    names = {row["name"] for row in rows}
+    left = [(row, 0) for row in reversed(rows) if row["parent"] not in names]
+    while left:
+        row, depth = left.pop()
+        yield row, depth
+        left += [(child, depth + 1) for child in reversed(rows) if child["parent"] == row["name"]]
 
 
 def _limit(key: str, text: str) -> int | None:

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from headway.cli.options import Json, Runs
+from headway.cli.options import Json, Runs, TokenFile
 from headway.cli.text import duration, next_line, print_json, table
 from headway.cluster.engines.scripts import replace_file
 from headway.cluster.service.connection import connect, path_of
+from headway.cluster.service.tokens import LONGEST_S
 from headway.errors import UsageError
 from headway.track import command, runs_root
 
@@ -42,16 +43,13 @@ def add(
     ] = None,
     expires: Annotated[str, typer.Option("--expires", metavar="90d", help="Lifetime: 30m, 12h or 90d.")] = "90d",
     label: Annotated[str, typer.Option("--label", help="What it is for.")] = "",
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write it there, for you only, not to the terminal.")
-    ] = None,
+    out: TokenFile = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
     """Make a token. It is shown this once, and kept nowhere."""
     root = runs_root(runs)
-    if out is not None and out.exists():
-        raise UsageError(f"{out} exists", hint="choose another file, or remove it")
+    check_new(out)
     connection = connect(root)
     scopes = scope or connection.get("/api/v1/whoami")["scopes"]
     body = {"user": user, "scopes": scopes, "label": label, "lifetime_s": _seconds(expires)}
@@ -78,12 +76,21 @@ def revoke(
     print_json(row) if json else print(f"token {row['id']} of {row['user']} is revoked")
 
 
+def check_new(out: Path | None) -> None:
+    """Raise UsageError if a token would replace a file."""
+    if out is not None and out.exists():
+        raise UsageError(f"{out} exists", hint="choose another file, or remove it")
+
+
 def _seconds(text: str) -> float:
     """Return a lifetime in seconds."""
     match = _LIFETIME.fullmatch(text)
     if match is None:
         raise UsageError(f"--expires {text!r} is not a lifetime", hint="30m, 12h or 90d")
-    return float(match[1]) * _SECONDS[match[2]]
+    lifetime_s = float(match[1]) * _SECONDS[match[2]]
+    if lifetime_s > LONGEST_S:
+        raise UsageError(f"--expires {text} is too long", hint=f"at most {LONGEST_S / _SECONDS['d']:.0f}d")
+    return lifetime_s
 
 
 def _state(row: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from headway.cluster.engines.submissions import last_submission
 from headway.cluster.service.connection import ServiceConnection, job_path
 from headway.dashboard.cluster_record import ClusterRecord, JobSpans
-from headway.errors import HeadwayError, UsageError
+from headway.errors import Forbidden, HeadwayError
 
 LINES = 10_000
 """Of the record, in one request."""
@@ -102,7 +102,7 @@ class ClusterSource:
             first = service.get("/api/v1/record", after=0, limit=1)[:1]
             if first and first[0] != self._first:  # another record, or its oldest lines are gone
                 self._forget(first[0])
-        except UsageError as error:
+        except Forbidden as error:  # pages of who is no admin have events only
             self._refusal = error.message
         more = True
         while more:

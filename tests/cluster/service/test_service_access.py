@@ -166,6 +166,7 @@ def test_every_change_and_refusal_is_in_the_audit_log_once(world: AccessWorld) -
         ("red-member", "/api/v1/jobs", f"jobs {job}", "done"),
         ("red-member", f"/api/v1/jobs/{job}/hold", "", "done"),
         ("red-viewer", f"/api/v1/jobs/{job}/cancel", "", "refused"),
+        ("red-member", "/api/v1/jobs", "unknown tenant 'none'", "refused"),
         ("red-admin", "/api/v1/users/new", "viewer of red", "done"),
     ]
     assert {entry["at"] for entry in entries} == {NOW}

@@ -23,7 +23,7 @@ from headway.cluster.service.accounts import Accounts
 from headway.cluster.service.audit import Action, acting
 from headway.cluster.service.peer_certificate import PEER
 from headway.cluster.service.rate_limit import RateLimiter
-from headway.cluster.service.roles import NODES, OPEN, PERMISSIONS, Need, Permission, Principal
+from headway.cluster.service.roles import NODES, OPEN, PERMISSIONS, Need, Permission, Principal, denial
 from headway.http_server import is_own_name, own_names
 
 MOST_BYTES = 16 * 2**20
@@ -79,7 +79,7 @@ class AccessGuard:
             await self._app(scope, limited.receive, send)
             return
         if route is not None and (not isinstance(need, Permission) or not checked.allows(need)):
-            refusal = await self._refuse(checked, scope, route)
+            refusal = await self._refuse(checked, scope, route, need)
             await refusal(scope, receive, send)
             return
         scope.setdefault("state", {})["principal"] = checked
@@ -119,9 +119,9 @@ class AccessGuard:
             return _too_many(wait_s, "too many requests with wrong tokens")
         return _error(401, "wrong or missing token", **{"www-authenticate": "Bearer"})
 
-    async def _refuse(self, principal: Principal, scope: Scope, route: str) -> Response:
+    async def _refuse(self, principal: Principal, scope: Scope, route: str, need: Need | None) -> Response:
         await run_in_threadpool(self._accounts.note_refusal, self._action(principal, scope, route))
-        return _error(403, f"{principal.role} '{principal.user}' may not {scope['method']} {route} with this token")
+        return _error(403, denial(principal, scope["method"], route, need))
 
     def _action(self, principal: Principal, scope: Scope, route: str | None) -> Action:
         return Action(

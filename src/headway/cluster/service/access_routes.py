@@ -11,7 +11,7 @@ from headway.cluster.service.audit import list_audit
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.roles import SCOPES, Principal, Role, Scope, at_least, check_user_change, visible_tenants
 from headway.cluster.service.tokens import LIFETIME_S, LONGEST_S, Token
-from headway.errors import UsageError
+from headway.errors import Forbidden, UsageError
 
 SHORTEST_S = 60.0
 """Of a token's life."""
@@ -172,10 +172,10 @@ def _add_token_routes(app: FastAPI, service: LiveService, accounts: Accounts) ->
     def issue(body: TokenRequest, caller: Caller) -> NewToken:
         user = body.user or caller.user
         if user not in owners(caller):
-            raise UsageError(f"no user '{user}'", hint="headway users lists those whose tokens you may make")
+            raise Forbidden(f"no user '{user}'", hint="headway users lists those whose tokens you may make")
         beyond = [scope for scope in body.scopes if scope not in caller.scopes]
         if beyond:
-            raise UsageError(f"your token lacks the scope {beyond[0]}", hint="a token cannot make one that may do more")
+            raise Forbidden(f"your token lacks the scope {beyond[0]}", hint="a token cannot make one that may do more")
         scopes = tuple(scope for scope in SCOPES if scope in body.scopes)
         token, text = accounts.issue(user, scopes, body.label, body.lifetime_s)
         return NewToken(**_answer(token).model_dump(), token=text)
@@ -184,7 +184,7 @@ def _add_token_routes(app: FastAPI, service: LiveService, accounts: Accounts) ->
     def revoke(token: Name, caller: Caller) -> TokenAnswer:
         mine = owners(caller)
         if token not in {known.id for known in accounts.tokens(mine)}:
-            raise UsageError(f"no token '{token}'", hint="headway tokens lists them")
+            raise Forbidden(f"no token '{token}'", hint="headway tokens lists them")
         accounts.revoke(token)
         return next(_answer(known) for known in accounts.tokens(mine) if known.id == token)
 

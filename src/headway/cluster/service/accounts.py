@@ -17,7 +17,7 @@ from headway.cluster.service.roles import SCOPES, Principal, Role, Scope
 from headway.cluster.service.store import ServiceStore
 from headway.cluster.service.tables import audit, tokens, users
 from headway.cluster.service.tokens import Token, digest, new_token
-from headway.errors import UsageError
+from headway.errors import Forbidden, UsageError
 
 FIRST = "admin"
 """The user of the token that `headway up` makes."""
@@ -97,7 +97,8 @@ class Accounts:
         """A user of some tenants; UsageError if there is none."""
         user = self._users.get(name)
         if user is None or (visible is not None and user.tenant not in visible):
-            raise UsageError(f"no user '{name}'", hint="headway users lists them")
+            unknown = UsageError if visible is None else Forbidden  # it may be another tenant's
+            raise unknown(f"no user '{name}'", hint="headway users lists them")
         return user
 
     def known(self, name: str) -> bool:

@@ -1,5 +1,6 @@
 """The OpenAPI document of the service: beside what routes return, who may call them and how they refuse."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -8,6 +9,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from headway.cluster.service.roles import OPEN, PERMISSIONS, Permission
+from headway.errors import what_is_wrong
 
 ERRORS = {
     400: "What was asked for cannot be: the sentence says why.",
@@ -21,6 +23,10 @@ ERRORS = {
     503: "The database or the scheduler does not answer.",
 }
 """What every route may answer beside what it returns."""
+LONGEST_QUOTED = 40
+_PLACES = frozenset({"body", "query", "path"})
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_WORDS = {"missing": "this is missing", "extra_forbidden": "there is no such field"}
 
 
 class ErrorAnswer(BaseModel):
@@ -57,6 +63,20 @@ def complete_document(app: FastAPI) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def sentence_of(mistake: Mapping[str, Any]) -> str:
+    """One of pydantic's mistakes in the words of who asked. Values are quoted where a choice or a bound is missed: such
+    are no secrets."""
+    place = [str(part) for part in mistake["loc"] if part not in _PLACES and not isinstance(part, int)]
+    field = ".".join(place) or "the request"
+    given, limits = mistake.get("input"), mistake.get("ctx", {})
+    if mistake["type"] == "literal_error":
+        return f"{field} {str(given)[:LONGEST_QUOTED]!r}: one of {limits['expected'].replace(chr(39), '')}"
+    for bound, words in _BOUNDS.items():
+        if bound in limits and isinstance(given, int | float | str):
+            return f"{field} {str(given)[:LONGEST_QUOTED]}: {words} {limits[bound]:,g}"
+    return f"{field}: {_WORDS.get(mistake['type']) or what_is_wrong(mistake)}"
 
 
 def no_such_route(_: Request, error: Exception) -> JSONResponse:

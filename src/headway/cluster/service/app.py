@@ -1,9 +1,11 @@
 """The HTTP API of the service: each route checks its input and calls one function of the control plane."""
 
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,7 +16,8 @@ from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.access_guard import AccessGuard, GuardSettings
 from headway.cluster.service.access_routes import Caller, add_access_routes
 from headway.cluster.service.accounts import Accounts
-from headway.cluster.service.api_document import ERROR_ANSWERS, complete_document, no_such_route
+from headway.cluster.service.api_document import ERROR_ANSWERS, complete_document, no_such_route, sentence_of
+from headway.cluster.service.audit import current_action
 from headway.cluster.service.certificates import Authority
 from headway.cluster.service.connection import UNKNOWN_NODE
 from headway.cluster.service.demand import MOST_PRIORITY, job_of
@@ -24,11 +27,12 @@ from headway.cluster.service.node_routes import add_code_routes, add_node_routes
 from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
+from headway.cluster.service.stream_routes import OpenedStream, PortRequest, add_stream_routes, open_stream
 from headway.cluster.service.tenant_routes import add_tenant_routes
 from headway.cluster.service.uploaded_code import CodeStore
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
 from headway.cluster.service.visibility import own_explanation, own_node
-from headway.errors import EngineError, EngineUnreachable, HeadwayError, UnknownNode, UsageError
+from headway.errors import EngineError, EngineUnreachable, Forbidden, HeadwayError, UnknownNode, UsageError
 
 MOST_AT_ONCE = 100
 """Submissions of one batch."""
@@ -90,12 +94,14 @@ def make_app(
     app.state.stopping = service.stopping
     app.add_middleware(AccessGuard, accounts=accounts, settings=guard or GuardSettings(node_token, host))
     app.add_exception_handler(HeadwayError, _headway_error)
+    app.add_exception_handler(Forbidden, partial(_forbidden, accounts))  # the nearest class counts
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ValidationError, _invalid)
     app.add_exception_handler(HTTPException, no_such_route)
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
     add_operation_routes(app, service)
+    add_stream_routes(app, service.plane)
     add_node_routes(app, service, authority)
     add_code_routes(app, service, code)
     add_access_routes(app, service, accounts)
@@ -115,15 +121,16 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
         with store.read() as connection:
             names = find_jobs(connection, job, tenants)
             if not names:
-                raise UsageError(f"no job '{job}'", hint="headway queue lists jobs")
+                unknown = UsageError if tenants is None else Forbidden  # it may be another tenant's
+                raise unknown(f"no job '{job}'", hint="headway queue lists jobs")
             rows = list_jobs(connection, names, tenants=tenants)
-        return [row | {"progress": plane.progress.get(row["id"])} for row in rows]
+        return [row | {"progress": plane.reports.progress.get(row["id"])} for row in rows]
 
     def to_change(job: str, caller: Principal) -> str:
         """The id or array of jobs that the caller may change."""
         rows = listed(job, caller)
         if not all(may_change_job(caller, row["user"]) for row in rows):
-            raise UsageError(f"job '{job}' is of user {rows[0]['user'] or 'unknown'}", hint="ask a tenant-admin")
+            raise Forbidden(f"job '{job}' is of user {rows[0]['user'] or 'unknown'}", hint="ask a tenant-admin")
         return str(rows[0]["array"] if job not in {row["id"] for row in rows} and rows[0]["array"] else rows[0]["id"])
 
     @app.post("/api/v1/jobs")
@@ -171,6 +178,11 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
         changed = plane.set_priority(to_change(job, caller), body.priority)
         return {"changed": changed, "jobs": listed(job, caller)}
 
+    @app.post("/api/v1/jobs/{job}/streams")
+    async def connect(job: JobName, body: PortRequest, caller: Caller) -> OpenedStream:
+        name = await run_in_threadpool(to_change, job, caller)
+        return await open_stream(plane, store, caller.user, name, body.port)
+
     @app.post("/api/v1/jobs/{job}/{verb}")
     def change(job: JobName, verb: Literal["cancel", "hold", "release"], caller: Caller) -> dict[str, Any]:
         name, done = to_change(job, caller), True
@@ -208,8 +220,16 @@ def _headway_error(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": error.message, "hint": error.hint, "kind": kind}, status_code=status)
 
 
+def _forbidden(accounts: Accounts, request: Request, error: Exception) -> JSONResponse:
+    """The same answer as to any mistake, noted before it is given. Reading changes nothing and is not noted."""
+    action = current_action()
+    if action is not None:
+        action.detail, action.recorded = str(error), True
+        accounts.note_refusal(action)
+    return _headway_error(request, error)
+
+
 def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError | ValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return JSONResponse({"error": f"{where}: {first['msg']}", "hint": None, "kind": "usage"}, status_code=422)
+    sentence = sentence_of(error.errors()[0])
+    return JSONResponse({"error": sentence, "hint": None, "kind": "usage"}, status_code=422)

@@ -42,7 +42,7 @@ class Action:
             "tenant": self.tenant,
             "action": self.action,
             "target": self.target[:LONGEST_TARGET],
-            "detail": self.detail,
+            "detail": self.detail if outcome == "done" else self.detail[:LONGEST_TARGET],
             "outcome": outcome,
         }
 
@@ -71,6 +71,11 @@ def unrecorded_action() -> Action | None:
     """The current action, if no transaction has committed its entry yet."""
     action = _CURRENT.get()
     return None if action is None or action.recorded else action
+
+
+def current_action() -> Action | None:
+    """What the request that is being answered does; None for one that only reads."""
+    return _CURRENT.get()
 
 
 def list_audit(

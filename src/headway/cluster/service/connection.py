@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from headway.cluster.service.login import login_file, read_login
-from headway.errors import EngineError, EngineUnreachable, UnknownNode, UsageError
+from headway.errors import EngineError, EngineUnreachable, Forbidden, UnknownNode, UsageError
 
 ADDRESS = "service.json"
 TOKEN, NODE_TOKEN = "token", "node-token"
@@ -44,6 +44,17 @@ class ServiceConnection:
         self.url, self._token, self._timeout_s, self._keep = url, token, timeout_s, keep
         self._fingerprint, self._certificate = fingerprint, certificate
         self._connection: http.client.HTTPConnection | None = None
+
+    def another(self) -> "ServiceConnection":
+        """A connection as the same caller, kept open, for another thread."""
+        return ServiceConnection(
+            self.url,
+            self._token,
+            self._timeout_s,
+            keep=True,
+            fingerprint=self._fingerprint,
+            certificate=self._certificate,
+        )
 
     def get(self, path: str, **query: Any) -> Any:
         """The answer to a query."""
@@ -98,7 +109,7 @@ class ServiceConnection:
         if answer.status == 200:
             return json.loads(data) if parsed else data
         self.close()
-        raise _error(answer.status, data, self.url)
+        raise answer_error(answer.status, data, self.url)
 
     def _open(self) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
@@ -157,7 +168,8 @@ def _cause(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _error(status: int, data: bytes, url: str) -> EngineError | UsageError:
+def answer_error(status: int, data: bytes, url: str) -> EngineError | UsageError:
+    """What an answer other than 200 says, as the error that it was there."""
     try:
         fields = json.loads(data)
         message, hint = fields["error"], fields.get("hint")
@@ -165,6 +177,8 @@ def _error(status: int, data: bytes, url: str) -> EngineError | UsageError:
         return EngineError(f"the service at {url} answered with status {status}")
     if status == 401:
         return UsageError(f"the service at {url} refused the token", hint="headway login URL --token-file FILE")
+    if status == 403:
+        return Forbidden(message, hint=hint)
     kinds = {"usage": UsageError, UNKNOWN_NODE: UnknownNode}
     return kinds.get(fields.get("kind"), EngineError)(message, hint=hint)
 
@@ -172,6 +186,14 @@ def _error(status: int, data: bytes, url: str) -> EngineError | UsageError:
 def service_folder(runs: Path) -> Path:
     """The folder of the service that belongs to a folder of runs."""
     return runs.absolute() / ".service"
+
+
+def service_started_for(runs: Path) -> str | None:
+    """The URL of the service that was started for a folder of runs, which counts before a login; None if none was."""
+    try:
+        return str(json.loads((service_folder(runs) / ADDRESS).read_text())["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def connect(runs: Path, timeout_s: float = TIMEOUT_S) -> ServiceConnection:

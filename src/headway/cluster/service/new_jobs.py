@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from sqlalchemy import insert, or_, select
 
 from headway.cluster.engines.engine import LaunchRequest
-from headway.cluster.engines.submissions import request_to_json
+from headway.cluster.engines.submissions import request_from_json, request_to_json
 from headway.cluster.scheduler.jobs import job_to_json
 from headway.cluster.service.demand import job_of, tenant_of
 from headway.cluster.service.store import Transaction
@@ -18,6 +18,8 @@ from headway.errors import UsageError
 MOST_DEPENDENCIES = 100
 """Of one job."""
 Condition = Literal["ok", "any"]
+_PER_SUBMISSION = frozenset({"folder", "environment"})
+"""What may differ in a repeated request: the folder for its logs is new, and variables are those of a terminal."""
 CONDITIONS: tuple[Condition, ...] = ("ok", "any")
 
 
@@ -60,19 +62,43 @@ def queue_jobs(
             needs += dependency_rows(transaction, new.request, of_job[0]["tenant"], names)
             queued.added.append((new, names))
             rows += of_job
-        job = known.get(key, str(of_job[0]["number"]))
-        queued.ids.append(job)
-        known |= {key: job} if key is not None else {}
+        else:
+            _check_same(new, known[key])
+        before = known.get(key, _Submitted(str(of_job[0]["number"]), new.request.name, of_job[0]["request"]))
+        queued.ids.append(before.job)
+        known |= {key: before} if key is not None else {}
     for table, values in ((jobs, rows), (dependencies, needs)):
         if values:
             transaction.execute(insert(table), values)
     return queued
 
 
-def _queued_before(transaction: Transaction, keys: Sequence[str]) -> dict[str | None, str]:
+@dataclass(frozen=True)
+class _Submitted:
+    """What a key was used for first: the id of a job or array, its name, and its request as JSON."""
+
+    job: str
+    name: str
+    request: str
+
+
+def _queued_before(transaction: Transaction, keys: Sequence[str]) -> dict[str | None, _Submitted]:
     """Return the jobs of keys that were used before."""
-    rows = transaction.execute(select(jobs.c.key, jobs.c.id, jobs.c.array).where(jobs.c.key.in_(keys)))
-    return {row.key: row.array or row.id for row in rows}
+    columns = jobs.c["key", "id", "array", "name", "request"]
+    rows = transaction.execute(select(*columns).where(jobs.c.key.in_(keys)))
+    return {row.key: _Submitted(row.array or row.id, row.name, row.request) for row in rows}
+
+
+def _check_same(new: NewJob, before: _Submitted) -> None:
+    """Raise UsageError if a key is used again for something else; where it runs and logs may differ."""
+    first, again = request_from_json(json.loads(before.request)), new.request
+    compared = {field.name for field in fields(again)} - _PER_SUBMISSION
+    differing = sorted(name for name in compared if getattr(again, name) != getattr(first, name))
+    if differing:
+        raise UsageError(
+            f"job {before.job} ({before.name}) has the same key and another {', '.join(differing)}",
+            hint="choose another key for another job, or repeat the command as it was",
+        )
 
 
 def job_rows(new: NewJob, number: int, now_s: float, wall_s: float, tenants: list[str]) -> list[dict[str, Any]]:

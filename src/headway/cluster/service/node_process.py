@@ -23,6 +23,7 @@ from headway.cluster.service.isolation import Isolation
 from headway.cluster.service.messages import ORDERS, PROTOCOL
 from headway.cluster.service.node import ClusterNode
 from headway.cluster.service.node_health import CHECK_S, look, problems
+from headway.cluster.service.node_streams import NodeStreams
 from headway.errors import EngineUnreachable, HeadwayError, UnknownNode
 
 BUSY_S, IDLE_S = 0.1, 2.0
@@ -66,7 +67,7 @@ def run_agent(
         starts = HostStarts(
             folder, write_points(), isolation, lambda digest: connection.get_bytes(f"/api/v1/code/{digest}")
         )
-        agent = ClusterNode(name, starts)
+        agent, streams = ClusterNode(name, starts), NodeStreams(folder / "starts", connection)
         version: int | None = None
         sent: object = None
         printed, checked = "", -math.inf
@@ -89,11 +90,13 @@ def run_agent(
                 continue
             printed = ""
             version, sent = answer["version"], report
-            if not agent.obey(ORDERS.validate_python(answer["orders"]), time.monotonic() - sent_at):
+            orders = ORDERS.validate_python(answer["orders"])
+            if not agent.obey(orders, time.monotonic() - sent_at):
                 print(
                     f"node {name}: refused orders of an older service, or another cluster", file=sys.stderr, flush=True
                 )
                 return 1
+            streams.begin(orders.streams)
     return 0
 
 

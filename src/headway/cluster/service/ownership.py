@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from headway.cluster.engines.engine import LaunchRequest
 from headway.cluster.service.roles import Principal
-from headway.errors import UsageError
+from headway.errors import Forbidden
 
 
 def own_request(request: LaunchRequest, caller: Principal, tenants: Collection[str] | None) -> LaunchRequest:
@@ -15,7 +15,7 @@ def own_request(request: LaunchRequest, caller: Principal, tenants: Collection[s
         return request
     tenant = request.site.get("tenant") or caller.tenant or ""
     if tenant not in tenants:  # also one that exists
-        raise UsageError(f"unknown tenant '{tenant}'", hint=f"known tenants: {', '.join(sorted(tenants))}")
+        raise Forbidden(f"unknown tenant '{tenant}'", hint=f"known tenants: {', '.join(sorted(tenants))}")
     return replace(request, site={**request.site, "tenant": tenant, "user": caller.user})
 
 

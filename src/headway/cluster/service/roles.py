@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from headway.errors import UsageError
+from headway.errors import Forbidden, UsageError
 
 Role = Literal["viewer", "member", "tenant-admin", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -64,7 +64,14 @@ PERMISSIONS: dict[str, Need] = {
     "POST /api/v1/jobs:batch": _CHANGE,
     "POST /api/v1/jobs/{job}/signal": _CHANGE,
     "POST /api/v1/jobs/{job}/priority": _CHANGE,
+    "POST /api/v1/jobs/{job}/streams": _CHANGE,
     "POST /api/v1/jobs/{job}/{verb}": _CHANGE,
+    "PUT /api/v1/streams/{stream}": _CHANGE,  # of the caller only
+    "GET /api/v1/streams/{stream}": _CHANGE,
+    "DELETE /api/v1/streams/{stream}": _CHANGE,
+    "PUT /api/v1/node-streams/{stream}": NODES,
+    "GET /api/v1/node-streams/{stream}": NODES,
+    "POST /api/v1/node-streams/{stream}/failure": NODES,
     "PUT /api/v1/code/{digest}": _CHANGE,
     "GET /api/v1/code/{digest}": NODES,
     # the cluster
@@ -98,6 +105,18 @@ PERMISSIONS: dict[str, Need] = {
 """Every route, by method and path. A route that is not listed is refused to everybody."""
 
 
+def denial(principal: Principal, method: str, path: str, need: Need | None) -> str:
+    """Why a caller may not make a request, in words: which role or scope it takes."""
+    kind = path.removeprefix("/api/v1/").strip("/").partition("/")[0].partition(":")[0]
+    deed = f"{'read' if method == 'GET' else 'change'} {kind}"
+    if not isinstance(need, Permission):
+        return f"{principal.role} '{principal.user}' may not {deed}: no user may"
+    if not at_least(principal.role, need.role):
+        least = "" if need.role == ROLES[-1] else " or above"
+        return f"{principal.role} '{principal.user}' may not {deed}: that takes the role {need.role}{least}"
+    return f"this token of '{principal.user}' may not {deed}: it lacks the scope {need.scope}"
+
+
 def at_least(role: Role, least: Role) -> bool:
     """Whether a role may do what another may."""
     return ROLES.index(role) >= ROLES.index(least)
@@ -118,16 +137,16 @@ def visible_tenants(principal: Principal, tenants: Iterable[Mapping[str, Any]]) 
 
 
 def check_user_change(principal: Principal, role: Role, tenant: str | None, visible: frozenset[str] | None) -> None:
-    """Raise UsageError unless the caller may give somebody this role in this tenant."""
+    """Raise UsageError unless a role fits a tenant, and Forbidden unless the caller may give it."""
     if (role == "admin") != (tenant is None):
         raise UsageError(
             f"a user with role {role} {'has no' if role == 'admin' else 'needs a'} tenant",
             hint="admins see all tenants; all others have one",
         )
     if not at_least(principal.role, role):
-        raise UsageError(f"{principal.role} '{principal.user}' cannot make a user {role}")
+        raise Forbidden(f"{principal.role} '{principal.user}' cannot make a user {role}")
     if tenant is not None and visible is not None and tenant not in visible:
-        raise UsageError(f"unknown tenant '{tenant}'", hint=f"yours: {', '.join(sorted(visible))}")
+        raise Forbidden(f"unknown tenant '{tenant}'", hint=f"yours: {', '.join(sorted(visible))}")
 
 
 def may_change_job(principal: Principal, owner: str) -> bool:

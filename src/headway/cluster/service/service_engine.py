@@ -47,7 +47,7 @@ class ServiceEngine(Engine):
         return [
             Machine(
                 name=node["name"],
-                state="away" if node["state"] != "healthy" else "busy" if node["jobs"] else "free",
+                state="away" if node["state"] != "healthy" else "busy" if _is_used(node) else "free",
                 gpus=len(node["gpus"]),
                 gpus_free=node["gpus_free"],
                 cpus=node["cpus"],
@@ -108,6 +108,11 @@ class ServiceEngine(Engine):
         """See Engine."""
         if self.connection.get("/api/v1/jobs", job=[job]):
             self.connection.post(job_path(job, "cancel"))
+
+
+def _is_used(node: Mapping[str, Any]) -> bool:
+    """Whether a job has something of a node; those of other tenants are not listed."""
+    return bool(node["gpus_free"] < len(node["gpus"]) or node["cpus_free"] < node["cpus"])
 
 
 _STATES: Mapping[str, State] = {"starting": "waiting"}

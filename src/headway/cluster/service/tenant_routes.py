@@ -13,7 +13,7 @@ from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.roles import Principal, visible_tenants
 from headway.cluster.service.secret_store import MOST_BYTES, list_secrets
 from headway.cluster.service.tenant_changes import with_tenant, without_tenant
-from headway.errors import UsageError
+from headway.errors import Forbidden, UsageError
 
 Gpus = Annotated[int, Field(ge=0, le=2**31)]
 TenantName = Annotated[str, Path(min_length=1, max_length=128)]
@@ -87,15 +87,13 @@ def add_tenant_routes(app: FastAPI, service: LiveService, accounts: Accounts) ->
         return rows
 
     def check_below(name: str, caller: Principal) -> None:
-        """Raise UsageError unless a tenant is below the caller's, or new; an admin's is everything."""
+        """Raise Forbidden unless a tenant is below the caller's, or new; an admin's is everything."""
         tenants = plane.cluster.values["tenants"]
         seen = visible_tenants(caller, tenants)
         if seen is not None and name == caller.tenant:
-            raise UsageError(
-                f"'{caller.user}' cannot change tenant {name} itself", hint="its limits are set from above"
-            )
+            raise Forbidden(f"'{caller.user}' cannot change tenant {name} itself", hint="its limits are set from above")
         if seen is not None and name not in seen and any(tenant["name"] == name for tenant in tenants):
-            raise UsageError(f"unknown tenant '{name}'", hint="headway tenants lists yours")
+            raise Forbidden(f"unknown tenant '{name}'", hint="headway tenants lists yours")
 
     @app.get("/api/v1/tenants")
     def tenants(caller: Caller) -> list[TenantAnswer]:
@@ -111,7 +109,7 @@ def add_tenant_routes(app: FastAPI, service: LiveService, accounts: Accounts) ->
         if caller.tenant is not None and ("parent" in change or not known):
             change["parent"] = change.get("parent") or caller.tenant
             if change["parent"] not in (visible_tenants(caller, plane.cluster.values["tenants"]) or ()):
-                raise UsageError(f"unknown tenant '{change['parent']}'", hint="headway tenants lists yours")
+                raise Forbidden(f"unknown tenant '{change['parent']}'", hint="headway tenants lists yours")
         describe(", ".join(f"{key}={value}" for key, value in change.items()))
         plane.change_tenants(lambda tenants: with_tenant(tenants, tenant, change))
         return next(answer for answer in answers(caller) if answer.name == tenant)
@@ -139,7 +137,8 @@ def _add_secret_routes(app: FastAPI, service: LiveService) -> None:
         seen = visible_tenants(caller, tenants)
         known = {known["name"] for known in tenants} if seen is None else seen
         if tenant not in known:
-            raise UsageError(f"unknown tenant '{tenant}'", hint="headway tenants lists yours")
+            unknown = UsageError if seen is None else Forbidden  # it may be another's
+            raise unknown(f"unknown tenant '{tenant}'", hint="headway tenants lists yours")
 
     @app.get("/api/v1/secrets")
     def secrets(caller: Caller) -> list[SecretAnswer]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headway.cluster.engines.engine import LaunchRequest
 from headway.cluster.engines.settings import engine_settings, open_engine
-from headway.cluster.service.connection import connect
+from headway.cluster.service.connection import connect, job_path
 from headway.cluster.submit.upload import pack_folder
 from headway.errors import UsageError
 from headway.track.runs import create_private_folder
@@ -20,6 +20,17 @@ from headway.track.runs import create_private_folder
 FOLDER = ".commands"
 """Beside the runs: a folder per command, for its logs."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class SubmittedCommand:
+    """What became of a command."""
+
+    request: LaunchRequest
+    job: str
+    """Id of the job; the script that would run, of a dry run."""
+    repeated: bool = False
+    """Whether its key was used before: the job is the one that was submitted then."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +54,9 @@ def submit_command(
     *,
     upload: bool = False,
     dry: bool = False,
-) -> tuple[LaunchRequest, str]:
-    """Submit a command to the service, and return the request and the job's id; the script instead if `dry`. With
-    `upload` it runs in a copy of this folder, else in the folder itself."""
+) -> SubmittedCommand:
+    """Submit a command to the service; only try it if `dry`. With `upload` it runs in a copy of this folder, else in
+    the folder itself."""
     if not command:
         raise UsageError("no command after --", hint="headway submit -- python train.py")
     name = name or _NOT_IN_NAMES.sub("-", Path(command[0]).name).strip("-.") or "command"
@@ -70,17 +81,21 @@ def submit_command(
         site=with_user(dict(site or {}) | ({"code": digest} if upload else {})),
     )
     if dry:
-        return request, engine.describe(request)
+        return SubmittedCommand(request, engine.describe(request))
     engine.probe()
     if upload:
         connect(root).put_bytes(f"/api/v1/code/{digest}", archive)
     create_private_folder(folder.parent)
     folder.mkdir(mode=0o700)
     try:
-        return request, engine.launch(request)
+        job = engine.launch(request)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    repeated = "key" in request.site and connect(root).get(job_path(job))[0]["folder"] != str(folder)
+    if repeated:
+        folder.rmdir()
+    return SubmittedCommand(request, job, repeated)
 
 
 def with_user(site: Mapping[str, str]) -> dict[str, str]:
