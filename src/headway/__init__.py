@@ -52,3 +52,8 @@ def __getattr__(name: str) -> Any:
     if name in _CALLABLE:
         return importlib.import_module(f"headway.{name}")
     raise AttributeError(f"module 'headway' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The names to complete, whether they are imported yet or not."""
+    return __all__

@@ -2,7 +2,8 @@
 
 HeadwayError             exit status 1, except as said
 |-- UsageError           the command line asks for something that does not exist (exit status 2)
-|   `-- Forbidden        a user of the service may not do or see this (2)
+|   |-- Forbidden        a user of the service may not do or see this (2)
+|   `-- UnknownNode      a machine reports as a node that the cluster does not have (2)
 |-- RecipeError          a recipe's key or value is wrong (2)
 |-- DataError            a source, tokenizer, dataset or data version is not what was asked for (2)
 |   |-- WrongDataVersion it has another version than the recipe's (2)
@@ -57,6 +58,10 @@ class UsageError(HeadwayError):
     """The command line asks for something that does not exist."""
 
     exit_status = 2
+
+
+class UnknownNode(UsageError):
+    """A machine reports as a node that the cluster does not have."""
 
 
 class Forbidden(UsageError):

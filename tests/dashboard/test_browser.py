@@ -57,6 +57,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spiky[120] = 55.0
     trained = json.loads((demo / "recipe.json").read_text())
     trained["data"] = {"path": str(data / "tiny"), "seq": 32}
+    trained["train"] = {**trained.get("train", {}), "steps": len(spiky)}
     write_run(runs, "spiky", spiky, recipe=trained)
     write_run(runs, "live", falling(50), outcome=None)
     write_broken_run(runs)

@@ -41,12 +41,13 @@ class LazyCommands(Mapping[str, Any]):
 
 
 def _load_command(verb: str) -> Any:
-    module = f"headway.cli.{verb}"
+    name = verb.replace("-", "_")
+    module = f"headway.cli.{name}"
     signatures = load_signatures(module)
     root = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app: typer.Typer | None = getattr(signatures, "app", None)
     if app is None:
-        root.command(verb)(getattr(signatures, verb))
+        root.command(verb)(getattr(signatures, name))
     else:
         root.add_typer(app, name=verb)
     group = app or root

@@ -66,6 +66,7 @@ VERBS: dict[str, dict[str, str]] = {
         "events": "Print what happened on the service's cluster",
         "usage": "Print what tenants used in a month, and its price",
         "priority": "Change the priority of a job of the service",
+        "port-forward": "Connect a local port to one of a running job",
         "hold": "Keep a waiting job of the service from starting",
         "release": "Let a held job of the service start",
         "cancel": "Save and cancel a submitted run or sweep",

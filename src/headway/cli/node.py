@@ -26,6 +26,10 @@ Folder = Annotated[
     ),
 ]
 
+JobsAsRoot = Annotated[
+    bool, typer.Option("--jobs-as-root", help="As root, without --tenant-user: jobs may do what root may.")
+]
+
 
 @app.callback()
 def _node() -> None:
@@ -79,6 +83,7 @@ def join(
         list[str] | None,
         typer.Option("--tenant-user", metavar="TENANT=USER", help="As root: a tenant, and who its jobs run as."),
     ] = None,
+    jobs_as_root: JobsAsRoot = False,
     no_run: Annotated[bool, typer.Option("--no-run", help="Only join; headway node run starts the agent.")] = False,
     folder: Folder = None,
 ) -> None:
@@ -92,7 +97,7 @@ def join(
     users = _users(tenant_user or [], tenant)
     spec["name"], tenants = name or spec["name"], list(users) or ([tenant] if tenant else None)
     spec |= {} if tenants is None else {"tenants": tenants}
-    settings = NodeSettings(url.rstrip("/"), spec["name"], pin, spec, users)
+    settings = NodeSettings(url.rstrip("/"), spec["name"], pin, spec, users, jobs_as_root)
     join_cluster(place, settings, read_key(token_file, 16))
     print(f"joined {settings.url} as node {settings.name}")
     if not no_run:
@@ -100,12 +105,12 @@ def join(
 
 
 @app.command()
-def run(folder: Folder = None) -> None:
+def run(jobs_as_root: JobsAsRoot = False, folder: Folder = None) -> None:
     """Run the agent of a node that has joined; jobs go on when it ends."""
     place = _place(folder)
     from headway.cluster.service.node_agent import run_node
 
-    raise typer.Exit(run_node(place))
+    raise typer.Exit(run_node(place, jobs_as_root=jobs_as_root))
 
 
 @app.command()

@@ -54,6 +54,9 @@ def up(
     no_local_node: Annotated[
         bool, typer.Option("--no-local-node", help="Run no jobs on this machine; others join as nodes.")
     ] = False,
+    forget_nodes: Annotated[
+        bool, typer.Option("--forget-nodes", help="Nodes of the last start are gone: restart their jobs.")
+    ] = False,
     give_up_after: Annotated[
         float,
         typer.Option(
@@ -101,6 +104,7 @@ def up(
     create_private_folder(root)
     folder = service_folder(root)
     folder.mkdir(mode=0o700, exist_ok=True)
+    options = _node_options(no_local_node, demo, emulate, gpus, cpus)
     emulate, speed = (DEMO_SHAPE, DEMO_SPEED) if demo else (emulate, speed)
     nodes = [] if no_local_node else [this_machine(gpus, cpus)] if emulate is None else emulated_nodes(emulate, cpus)
     tenants = DEMO_TENANTS if demo else tenants_of(cluster)
@@ -114,6 +118,8 @@ def up(
         secure,
         authority,
         nodes,
+        options,
+        forget_nodes,
         tenants,
         [] if webhooks is None else read_webhooks(webhooks),
         policy,
@@ -154,6 +160,13 @@ def _check_options(emulate: str | None, speed: float, demo: bool) -> None:
         raise UsageError("--demo emulates nodes of its own", hint="leave --emulate out")
 
 
+def _node_options(no_local_node: bool, demo: bool, emulate: str | None, gpus: int | None, cpus: int | None) -> str:
+    """Return the options that name this machine's nodes, as a later start must repeat them."""
+    flags = [flag for flag, given in (("--no-local-node", no_local_node), ("--demo", demo)) if given]
+    values = (("--emulate", emulate), ("--gpus", gpus), ("--cpus", cpus))
+    return " ".join([*flags, *(f"{flag} {value}" for flag, value in values if value is not None)])
+
+
 def _serve(
     root: Path,
     folder: Path,
@@ -161,6 +174,8 @@ def _serve(
     tls: "ServerTls | None",
     authority: "Authority | None",
     nodes: list[dict[str, Any]],
+    options: str,
+    forget_nodes: bool,
     listed: list[dict[str, Any]] | None,
     webhooks: list["EventWebhook"],
     policy: str,
@@ -176,7 +191,7 @@ def _serve(
     from headway.cluster.service.demo import submit_demo
     from headway.cluster.service.faults import VARIABLE, write_points
     from headway.cluster.service.live_service import LiveService
-    from headway.cluster.service.local_cluster import starting_tenants
+    from headway.cluster.service.local_cluster import keep_local_nodes, starting_tenants
     from headway.cluster.service.peer_certificate import PeerCertificateProtocol
     from headway.cluster.service.plane import ControlPlane
     from headway.cluster.service.secret_store import SecretStore, secrets_key
@@ -197,6 +212,7 @@ def _serve(
         points = write_points()
         os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
         store = ServiceStore(engine, points)
+        keep_local_nodes(store, nodes, options, forget=forget_nodes)
         tenants = starting_tenants(store, listed)
         if not is_loopback(host):
             nodes = _of_one_tenant(nodes, [tenant["name"] for tenant in tenants])

@@ -65,7 +65,7 @@ def parse_mesh(text: str) -> Mesh:
             meant = f"did you mean {near[0]}?  " if near else ""
             raise UsageError(
                 f"--mesh {text}: expected AXIS=SIZE, got {part!r}",
-                hint=f"{meant}axes: {', '.join(AXES)}; for example shard=4,tensor=2",
+                hint=f"{meant}axes: {', '.join(AXES)}, each 1 or more; for example shard=4,tensor=2",
             )
         if name in sizes:
             raise UsageError(f"--mesh {text}: {name} is given twice")

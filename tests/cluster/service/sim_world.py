@@ -374,6 +374,7 @@ class World:
         acts += ("cordon", "drain", "maintain") + ("uncordon",) * 6
         calm = ("cycle", "cycle", "cycle", "cycle", "release", "uncordon")
         self.serve(rng.choice(acts if self.faults else calm))
+        self.note_abandoned()  # before nodes report: who was given up may come back at once
         for name in self.disks:
             if rng.random() < 0.6:
                 self.talk(name)
@@ -394,17 +395,17 @@ class World:
             assert len(gpus) == len(set(gpus)), f"GPUs of {node['name']} are given twice: {here}"
             assert sum(process.request.cpus for process in here) <= int(str(node["cpus"])), here
             assert sum(process.request.memory_bytes or 0 for process in here) <= int(str(node["memory_bytes"])), here
-        self.note_abandoned(alive)
+        self.note_abandoned()
         starts = {tuple(process.key.split(":")[:2]) for process in alive if not process.abandoned}
         assert len(starts) == len({job for job, _ in starts}), "a job runs twice"
 
-    def note_abandoned(self, alive: list[Process]) -> None:
+    def note_abandoned(self) -> None:
         """What runs although the service counts it as exited is on a node that was silent for as long as it says."""
         with self.engine.connect() as connection:
             rows = connection.execute(select(ranks.c.job, ranks.c.start, ranks.c.rank, ranks.c.state)).all()
         wanted = {f"{row.job}:{row.start}:{row.rank}" for row in rows if row.state != "exited"}
-        for process in alive:
-            if process.key not in wanted and not process.abandoned:
+        for process in self.processes:
+            if process.alive and process.key not in wanted and not process.abandoned:
                 silent_s = self.time - self.heard[process.node]
                 assert silent_s > GIVE_UP_S, f"{process.key} was given up after {silent_s} s"
                 process.abandoned = True

@@ -39,6 +39,14 @@ MAY: dict[str, tuple[str, str, str]] = {
     "POST /api/v1/jobs:batch": (MEMBERS, MEMBERS, ROOT),
     "POST /api/v1/jobs/{job}/priority": (ADMINS, ADMINS, ROOT),
     "POST /api/v1/jobs/{job}/priority mine": (MEMBERS, MEMBERS, ROOT),
+    "POST /api/v1/jobs/{job}/streams": (ADMINS, ADMINS, ROOT),
+    "POST /api/v1/jobs/{job}/streams mine": (MEMBERS, MEMBERS, ROOT),
+    "PUT /api/v1/streams/{stream}": (NOBODY, NOBODY, NOBODY),
+    "PUT /api/v1/streams/{stream} mine": (MEMBERS, MEMBERS, MEMBERS),
+    "GET /api/v1/streams/{stream}": (NOBODY, NOBODY, NOBODY),
+    "GET /api/v1/streams/{stream} mine": (MEMBERS, MEMBERS, MEMBERS),
+    "DELETE /api/v1/streams/{stream}": (NOBODY, NOBODY, NOBODY),
+    "DELETE /api/v1/streams/{stream} mine": (MEMBERS, MEMBERS, MEMBERS),
     "GET /api/v1/nodes": (ALL, ALL, ALL),
     "POST /api/v1/join-tokens": (ROOT, ROOT, ROOT),
     "POST /api/v1/nodes/{node}/{verb}": (ROOT, ROOT, ROOT),
@@ -74,9 +82,17 @@ FOR_OTHERS = {
     "POST /api/v1/join": "whoever has a join token",
     "POST /api/v1/sync": "nodes",
     "GET /api/v1/code/{digest}": "nodes",
+    "PUT /api/v1/node-streams/{stream}": "nodes",
+    "GET /api/v1/node-streams/{stream}": "nodes",
+    "POST /api/v1/node-streams/{stream}/failure": "nodes",
 }
 ARCHIVE = gzip.compress(b"")
-CANNOT = {"POST /api/v1/jobs/{job}/signal": 409, "DELETE /api/v1/nodes/{node}": 400}
+CANNOT = {
+    "POST /api/v1/jobs/{job}/signal": 409,
+    "POST /api/v1/jobs/{job}/streams": 409,
+    "POST /api/v1/jobs/{job}/streams mine": 409,
+    "DELETE /api/v1/nodes/{node}": 400,
+}
 """What whoever may is told: the job waits, there is no such node."""
 number = count()
 
@@ -98,6 +114,14 @@ def fresh_token(world: AccessWorld, user: str) -> str:
     return world.accounts.issue(user, SCOPES, "", 3600.0)[0].id
 
 
+def fresh_stream(world: AccessWorld, user: str) -> str:
+    """One that has ended, so that nobody waits for more of it."""
+    stream = world.plane.streams.open(user, "n1", None, "1:1:0", 6006)
+    for direction in stream.sent.values():
+        direction.ended = direction.delivered = True
+    return f"{stream.id}?offset=0"
+
+
 def fresh_tenant(world: AccessWorld, parent: str) -> str:
     tenant = f"tenant-{next(number)}"
     assert world.ask("root", "PUT", f"/api/v1/tenants/{tenant}", {"parent": parent}).status_code == 200
@@ -116,6 +140,7 @@ def request_of(world: AccessWorld, row: str, tenant: str, caller: str) -> tuple[
         "{digest}": lambda: sha256(ARCHIVE).hexdigest(),
         "{user}": lambda: fresh_user(world, tenant),
         "{token}": lambda: fresh_token(world, user),
+        "{stream}": lambda: fresh_stream(world, user),
         "{secret}": lambda: "NAME",
         "{tenant}": lambda: tenant,
     }
@@ -129,6 +154,10 @@ def request_of(world: AccessWorld, row: str, tenant: str, caller: str) -> tuple[
         "POST /api/v1/jobs:batch": {"jobs": [submission(tenant)]},
         "POST /api/v1/jobs/{job}/priority": {"priority": 1},
         "POST /api/v1/jobs/{job}/signal": {"number": 10},
+        "POST /api/v1/jobs/{job}/streams": {"port": 6006},
+        "POST /api/v1/jobs/{job}/streams mine": {"port": 6006},
+        "PUT /api/v1/streams/{stream}": {"offset": 0},
+        "PUT /api/v1/streams/{stream} mine": {"offset": 0},
         "POST /api/v1/join-tokens": {},
         "PUT /api/v1/nodes/{node}/maintenance": {"begins": NOW + 1e6, "ends": NOW + 1.1e6},
         "PUT /api/v1/code/{digest}": ARCHIVE,

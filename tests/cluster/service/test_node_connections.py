@@ -4,6 +4,8 @@ import gzip
 import hashlib
 import io
 import json
+import subprocess
+import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -21,17 +23,18 @@ from test_node_joining import Cluster
 from eventually import eventually
 from headway.cluster.engines import LaunchRequest
 from headway.cluster.engines.submissions import request_to_json
-from headway.cluster.service import uploaded_code
+from headway.cluster.service import isolation, uploaded_code
 from headway.cluster.service.app import make_app
 from headway.cluster.service.certificates import Authority, certificate_pem, read_request, server_tls, signing_request
-from headway.cluster.service.connection import ServiceConnection, read_fingerprint
+from headway.cluster.service.cgroups import Cgroups
+from headway.cluster.service.connection import ServiceConnection, node_path, read_fingerprint
 from headway.cluster.service.live_service import LiveService
-from headway.cluster.service.node_agent import NodeSettings, join_cluster, read_settings
+from headway.cluster.service.node_agent import NodeSettings, join_cluster, read_settings, run_node
 from headway.cluster.service.peer_certificate import PEER, PeerCertificateProtocol
 from headway.cluster.service.uploaded_code import CodeStore, cached, unpack
 from headway.cluster.submit import upload
 from headway.cluster.submit.upload import pack_folder
-from headway.errors import EngineError, UsageError
+from headway.errors import EngineError, UnknownNode, UsageError
 from headway.http_server import listen
 
 USER, NODE = "u" * 32, "n" * 32
@@ -155,7 +158,7 @@ def join(served: Served, cluster: Cluster, name: str) -> Path:
     folder = cluster.folder / name
     token = served.connect(USER).post("/api/v1/join-tokens", {})["token"]
     spec = {"name": name, "chip": "fake", "gpus": ["a"], "cpus": 2, "memory_bytes": 2**30, "tenants": ["red"]}
-    join_cluster(folder, NodeSettings(served.url, name, served.fingerprint, spec), token)
+    join_cluster(folder, NodeSettings(served.url, name, served.fingerprint, spec, jobs_as_root=True), token)
     return folder
 
 
@@ -194,6 +197,39 @@ def test_node_joins_reports_by_its_certificate_and_gets_its_jobs_code(service: t
         two.get_bytes(f"/api/v1/code/{digest}")
     with pytest.raises(UsageError, match="refused the token"):
         user.get_bytes(f"/api/v1/code/{digest}")
+
+
+def test_agent_of_a_removed_node_ends_and_says_how_to_join_again(
+    service: tuple[Served, Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, cluster = service
+    folder, groups = join(served, cluster, "m1"), tmp_path / "groups"
+    (groups / "1-1-0").mkdir(parents=True)
+    monkeypatch.setattr(isolation, "find_cgroups", lambda _: Cgroups(1, dict.fromkeys(("cpu", "pids"), groups)))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    served.connect(USER).delete(node_path("m1"))
+    for _ in range(2):  # it ends, and headway node run does not start it again
+        with pytest.raises(UnknownNode, match=r"^https://.*: unknown node 'm1': it was removed$") as ended:
+            run_node(folder)
+        assert ended.value.hint == f"to join again: rm {folder}/node.json, then headway node join with a new token"
+    assert not groups.exists()
+    (folder / "node.json").unlink()
+    join(served, cluster, "m1")
+    certificate = (folder / "certificate.pem", folder / "node.key")
+    assert served.connect(certificate=certificate).post("/api/v1/sync", {"report": {"node": "m1"}})["orders"]
+
+
+def test_local_agent_is_started_again_unless_its_node_was_removed(tmp_path: Path) -> None:
+    cluster, log = Cluster(tmp_path), list[str]()
+    live = LiveService(cluster.store, cluster.plane, log.append, cluster.decider)  # type: ignore[arg-type]
+    ends = [[sys.executable, "-c", f"raise SystemExit({status})"] for status in (1, UnknownNode.exit_status)]
+    live._agents["n1"] = ends[1], subprocess.Popen(ends[0])
+    live._threads[1].start()
+    eventually(lambda: not live._agents)
+    live.stopping.set()
+    live._threads[1].join()
+    assert log == ["the agent of node n1 ended with status 1; starting another"]
+    cluster.store.close()
 
 
 def test_nodes_cannot_join_a_service_without_tls(tmp_path: Path) -> None:

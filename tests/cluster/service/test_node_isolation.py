@@ -1,5 +1,6 @@
 """Jobs on a node: as their tenant's user, in control groups, with a folder of their own."""
 
+import json
 import os
 import pwd
 import shutil
@@ -22,8 +23,9 @@ from headway.cluster.service.host_starts import HostStarts
 from headway.cluster.service.isolation import Isolation, isolation_of, remove_scratch
 from headway.cluster.service.messages import NodeOrders, WantedStart
 from headway.cluster.service.node import ClusterNode
+from headway.cluster.service.node_agent import NodeSettings, join_cluster, run_node
 from headway.cluster.service.outcome import RankResult
-from headway.errors import UsageError
+from headway.errors import EngineUnreachable, UsageError
 
 RED, BLUE = "daemon", "nobody"
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="running jobs as other users needs root")
@@ -73,6 +75,32 @@ def test_node_runs_only_jobs_of_its_tenants(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_job_can_put_its_scratch_folder_into_lists_of_paths(tmp_path: Path) -> None:
+    script = (
+        'mkdir "$HEADWAY_SCRATCH/bin"; printf "#!/bin/sh\\necho mine" >"$HEADWAY_SCRATCH/bin/own-tool"; '
+        'chmod +x "$HEADWAY_SCRATCH/bin/own-tool"; PATH="$HEADWAY_SCRATCH/bin:$PATH" own-tool'
+    )
+    starts = HostStarts(tmp_path / "node")
+    request = LaunchRequest("job", ("bash", "-c", script), tmp_path)
+    starts.begin(WantedStart("20_3:1:0", "run", (), 0, ("m1",), 1, 3, request_to_json(request)))
+    eventually(lambda: starts.report()[0].state == "exited")
+    assert [path.read_text() for path in tmp_path.glob("jobs/*/*/*.log")] == ["mine\n"]
+
+
+def test_start_in_a_folder_named_by_its_key_is_still_found_and_forgotten(tmp_path: Path) -> None:
+    folders = [tmp_path / kind / "1:1:0" for kind in ("starts", "scratch", "secrets")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    fields = {"key": "1:1:0", "boot": "an earlier one", "began": 0.0, "limit_s": None, "grace_s": 1.0, "folder": None}
+    (folders[0] / "start.json").write_text(json.dumps(fields))
+    starts = HostStarts(tmp_path)
+    (report,) = starts.report()
+    assert report.result is not None
+    assert (report.key, report.result.lost) == ("1:1:0", True)
+    starts.forget("1:1:0")
+    assert not any(folder.exists() for folder in folders)
+
+
 @pytest.mark.parametrize(
     ("tenants", "users", "sentence"),
     [
@@ -86,6 +114,30 @@ def test_node_that_cannot_keep_tenants_apart_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=sentence):
         isolation_of(tmp_path, tenants, users)
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_jobs_run_as_root_only_if_root_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int) -> None:
+    monkeypatch.setattr("headway.cluster.service.isolation.find_cgroups", lambda folder: None)
+    monkeypatch.setattr("os.geteuid", lambda: uid)
+    settings = NodeSettings("https://127.0.0.1:1", "m1", "0" * 64, {"name": "m1"})
+    accepted = (EngineUnreachable, "does not answer")
+    refusal, words = (UsageError, "would run as root") if uid == 0 else accepted
+    with pytest.raises(refusal, match=words):  # before its token is used
+        join_cluster(tmp_path / "a", settings, "t" * 20)
+    with pytest.raises(accepted[0], match=accepted[1]):
+        join_cluster(tmp_path / "b", replace(settings, jobs_as_root=True), "t" * 20)
+
+
+def test_agent_of_root_that_joined_before_is_refused_without_the_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    fields = {"url": "https://127.0.0.1:1", "name": "m1", "fingerprint": None, "spec": {"tenants": ["red"]}}
+    (tmp_path / "node.json").write_text(json.dumps({"format": 1, "users": {}} | fields))
+    with pytest.raises(UsageError, match="would run as root") as refused:
+        run_node(tmp_path)
+    assert "--jobs-as-root" in (refused.value.hint or "")
 
 
 def test_report_of_a_job_is_read_from_a_plain_file_only(tmp_path: Path) -> None:
@@ -155,7 +207,7 @@ def test_job_runs_as_its_tenant_s_user_and_sees_no_other(starts: HostStarts, pla
     user = pwd.getpwnam(RED)
     assert (result.status, result.reported) == (75, 75)
     assert printed.split("\n")[:3] == [RED, str(user.pw_gid), user.pw_dir]
-    scratch = place / "node" / "scratch" / "1:1:0"
+    scratch = place / "node" / "scratch" / "1-1-0"
     assert (scratch / "mine").stat().st_uid == user.pw_uid
     log = place / "red-1" / "jobs" / "1" / "0001-0.log"
     peek = f"ls {scratch}; ls {place}/node/starts; ls {place}/red-1; cat {log}; kill -0 {os.getpid()}"
@@ -189,12 +241,12 @@ def test_control_group_limits_memory_and_leaves_nothing_behind(starts: HostStart
     script = 'setsid sleep 1000 & echo $! >"$HEADWAY_SCRATCH/pid"; head -c 200000000 /dev/zero | tail | wc -c'
     result, printed = run(starts, place, "red", "1:1:0", f"set -o pipefail; {script}", memory_bytes=64 * 2**20)
     assert result.status != 0, printed
-    pid = int((place / "node" / "scratch" / "1:1:0" / "pid").read_text())
+    pid = int((place / "node" / "scratch" / "1-1-0" / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     groups = starts._isolation.cgroups
     assert isinstance(groups, Cgroups)
     starts.forget("1:1:0")
-    assert not any((folder / "1:1:0").exists() for folder in groups.folders.values())
+    assert not any((folder / "1-1-0").exists() for folder in groups.folders.values())
     for folder in set(groups.folders.values()):
         folder.rmdir()
 
@@ -206,4 +258,5 @@ def test_multi_tenant_node_without_control_groups_is_refused(place: Path, monkey
     assert isolation_of(place, ["red"], {"red": RED}).cgroups is None
     with pytest.raises(UsageError, match="no control groups"):
         isolation_of(place, ["red", "blue"], {"red": RED, "blue": BLUE})
-    assert replace(isolation_of(place, ["red"], {}), cgroups=None) == Isolation(("red",))
+    as_root = isolation_of(place, ["red"], {}, jobs_as_root=True)
+    assert replace(as_root, cgroups=None) == Isolation(("red",))

@@ -217,6 +217,15 @@ def test_jobs_go_to_nodes_that_run_their_tenant_s(cluster: Cluster) -> None:
     assert sorted(start.tenant for start in cluster.sync("m2")) == ["blue", "blue"]
 
 
+def test_service_without_nodes_says_so_when_a_job_is_submitted(cluster: Cluster) -> None:
+    for asked in ({"gpus": 1}, {"cpus": 1}):
+        with pytest.raises(UsageError, match=r"^job job cannot run: no node has joined yet$") as refused:
+            cluster.submit(**asked)
+        assert (refused.value.hint or "").startswith("headway node token")
+    cluster.admit("m1")
+    cluster.submit(gpus=1)
+
+
 def test_cordoned_node_keeps_its_jobs_and_gets_no_new_ones(cluster: Cluster) -> None:
     cluster.admit("m1")
     first = cluster.submit(gpus=1)

@@ -74,7 +74,7 @@ def nodes(network: Network, tmp_path: Path) -> Iterator[Nodes]:
     for number in range(2):
         token = tmp_path / f"token-{number}"
         token.write_text(nodes.ask("node", "token")["token"])
-        place = ("--name", f"m{number}", "--folder", str(tmp_path / f"node-{number}"))
+        place = ("--name", f"m{number}", "--folder", str(tmp_path / f"node-{number}"), "--jobs-as-root")
         trust = ("--token-file", str(token), "--fingerprint", address["fingerprint"])
         nodes.start(number, "node", "join", address["url"], *trust, *place, "--cpus", "2", "--tenant", "default")
     nodes.until(lambda: sum(node["state"] == "free" for node in nodes.ask("nodes", "--engine", "service")) == 2)

@@ -81,6 +81,25 @@ def test_second_service_of_a_folder_is_refused(service: ServiceProcess) -> None:
     assert headway_json(service.runs, "queue") == []
 
 
+@pytest.mark.slow
+def test_start_with_other_nodes_is_refused_while_a_killed_service_s_job_runs(tmp_path: Path) -> None:
+    emulated = ServiceProcess(tmp_path / "runs", "--emulate", "2x4")
+    emulated.start()
+    engine, folder = ServiceEngine(emulated.runs), tmp_path / "job"
+    job = engine.launch(request(folder, "long", "echo $$ >>pids; until [ -e end ]; do sleep 0.05; done", gpus=4))
+    eventually(lambda: engine.status([job])[job].state == "running")
+    emulated.kill()
+    eventually(lambda: not node_agents(emulated.runs))
+    error = headway(emulated.runs, "up", "--port", "0", status=2)
+    assert "this start leaves out: 1 on node-" in error
+    assert "headway up --emulate 2x4" in error
+    emulated.start()
+    (folder / "end").touch()
+    eventually(lambda: engine.status([job])[job].state == "finished")
+    emulated.stop()
+    assert len((folder / "pids").read_text().split()) == 1
+
+
 def lives(service: ServiceProcess, folder: Path, fault: int | None) -> int:
     """Submit jobs to a service that dies at a write, start it again, and check what became of them; return how often
     it died."""

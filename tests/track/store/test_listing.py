@@ -68,6 +68,10 @@ def test_queries_over_recipes_metrics_and_labels(tmp_path):
         names(root, "los < 3")
     with pytest.raises(UsageError, match="no run has a key 'los'"):
         names(root, sort=["los"])
+    for query in ("loss < 3x", "train.lr >= abc", "state = finished or took > soon", "started > yesterday", "age < 2x"):
+        with pytest.raises(UsageError, match=r"is a number, '.*' is not at column"):
+            names(root, query)
+    assert names(root, "name > run-1") == ["run-2"]
     assert {"loss", "train.lr", "state"} <= set(known_keys(read_rows(root, metrics=True)))
 
 

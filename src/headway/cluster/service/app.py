@@ -5,6 +5,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +19,7 @@ from headway.cluster.service.accounts import Accounts
 from headway.cluster.service.api_document import ERROR_ANSWERS, complete_document, no_such_route, sentence_of
 from headway.cluster.service.audit import current_action
 from headway.cluster.service.certificates import Authority
+from headway.cluster.service.connection import UNKNOWN_NODE
 from headway.cluster.service.demand import MOST_PRIORITY, job_of
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.new_jobs import NewJob
@@ -25,11 +27,12 @@ from headway.cluster.service.node_routes import add_code_routes, add_node_routes
 from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
+from headway.cluster.service.stream_routes import OpenedStream, PortRequest, add_stream_routes, open_stream
 from headway.cluster.service.tenant_routes import add_tenant_routes
 from headway.cluster.service.uploaded_code import CodeStore
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
 from headway.cluster.service.visibility import own_explanation, own_node
-from headway.errors import EngineError, EngineUnreachable, Forbidden, HeadwayError, UsageError
+from headway.errors import EngineError, EngineUnreachable, Forbidden, HeadwayError, UnknownNode, UsageError
 
 MOST_AT_ONCE = 100
 """Submissions of one batch."""
@@ -98,6 +101,7 @@ def make_app(
     _add_job_routes(app, service)
     _add_cluster_routes(app, service)
     add_operation_routes(app, service)
+    add_stream_routes(app, service.plane)
     add_node_routes(app, service, authority)
     add_code_routes(app, service, code)
     add_access_routes(app, service, accounts)
@@ -120,7 +124,7 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
                 unknown = UsageError if tenants is None else Forbidden  # it may be another tenant's
                 raise unknown(f"no job '{job}'", hint="headway queue lists jobs")
             rows = list_jobs(connection, names, tenants=tenants)
-        return [row | {"progress": plane.progress.get(row["id"])} for row in rows]
+        return [row | {"progress": plane.reports.progress.get(row["id"])} for row in rows]
 
     def to_change(job: str, caller: Principal) -> str:
         """The id or array of jobs that the caller may change."""
@@ -174,6 +178,11 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
         changed = plane.set_priority(to_change(job, caller), body.priority)
         return {"changed": changed, "jobs": listed(job, caller)}
 
+    @app.post("/api/v1/jobs/{job}/streams")
+    async def connect(job: JobName, body: PortRequest, caller: Caller) -> OpenedStream:
+        name = await run_in_threadpool(to_change, job, caller)
+        return await open_stream(plane, store, caller.user, name, body.port)
+
     @app.post("/api/v1/jobs/{job}/{verb}")
     def change(job: JobName, verb: Literal["cancel", "hold", "release"], caller: Caller) -> dict[str, Any]:
         name, done = to_change(job, caller), True
@@ -206,7 +215,8 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
 def _headway_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HeadwayError)
     status = 400 if error.usage else 503 if isinstance(error, EngineUnreachable) else 409
-    kind = "usage" if error.usage else "engine" if isinstance(error, EngineError) else "other"
+    usage = UNKNOWN_NODE if isinstance(error, UnknownNode) else "usage"
+    kind = usage if error.usage else "engine" if isinstance(error, EngineError) else "other"
     return JSONResponse({"error": error.message, "hint": error.hint, "kind": kind}, status_code=status)
 
 

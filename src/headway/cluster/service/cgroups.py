@@ -57,6 +57,13 @@ class Cgroups:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
+    def close(self) -> None:
+        """Remove all groups in which nothing is left."""
+        for base in set(self.folders.values()):
+            for folder in [*base.glob("*/"), base]:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
     def _of(self, key: str) -> list[Path]:
         return list(dict.fromkeys(folder / key for folder in self.folders.values()))
 

@@ -17,10 +17,12 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from headway.cluster.service.login import login_file, read_login
-from headway.errors import EngineError, EngineUnreachable, Forbidden, UsageError
+from headway.errors import EngineError, EngineUnreachable, Forbidden, UnknownNode, UsageError
 
 ADDRESS = "service.json"
 TOKEN, NODE_TOKEN = "token", "node-token"
+UNKNOWN_NODE = "unknown node"
+"""Kind of an answer: the cluster does not have the node that reports."""
 TIMEOUT_S = 60.0
 
 
@@ -42,6 +44,17 @@ class ServiceConnection:
         self.url, self._token, self._timeout_s, self._keep = url, token, timeout_s, keep
         self._fingerprint, self._certificate = fingerprint, certificate
         self._connection: http.client.HTTPConnection | None = None
+
+    def another(self) -> "ServiceConnection":
+        """A connection as the same caller, kept open, for another thread."""
+        return ServiceConnection(
+            self.url,
+            self._token,
+            self._timeout_s,
+            keep=True,
+            fingerprint=self._fingerprint,
+            certificate=self._certificate,
+        )
 
     def get(self, path: str, **query: Any) -> Any:
         """The answer to a query."""
@@ -166,7 +179,8 @@ def answer_error(status: int, data: bytes, url: str) -> EngineError | UsageError
         return UsageError(f"the service at {url} refused the token", hint="headway login URL --token-file FILE")
     if status == 403:
         return Forbidden(message, hint=hint)
-    return (UsageError if fields.get("kind") == "usage" else EngineError)(message, hint=hint)
+    kinds = {"usage": UsageError, UNKNOWN_NODE: UnknownNode}
+    return kinds.get(fields.get("kind"), EngineError)(message, hint=hint)
 
 
 def service_folder(runs: Path) -> Path:

@@ -135,6 +135,11 @@ class EmptyCluster:
 
     def check_job(self, job: Job) -> None:
         """Raise UsageError, with the nearest that could run as its hint, for a job that can never run here."""
+        if not self.values["nodes"]:
+            raise UsageError(
+                f"job {job.name} cannot run: no node has joined yet",
+                hint="headway node token makes a token for one, headway node join uses it there",
+            )
         self._usable_by(job.tenant).check_job(job)
 
     def _usable_by(self, tenant: str) -> ClusterSnapshot:

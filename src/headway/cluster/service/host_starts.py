@@ -2,12 +2,12 @@
 
 <node>/
   epoch                 of the newest service, and the id of its cluster
-  starts/<key>/
+  starts/<start>/         JOB-START-RANK
     start.json          what was asked for; written before the command runs
     task.sh start.sh    its scripts
     lock pid exit       held while it runs; its process group; its exit status
     signals ended       signals sent so far; when it was told to end
-  scratch/<key>/        its private folder, which belongs to its user; as another user its task.sh is there
+  scratch/<start>/      its private folder, which belongs to its user; as another user its task.sh is there
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from headway.cluster.engines.scripts import log_folder, log_path, replace_file, 
 from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.faults import WritePoints
 from headway.cluster.service.isolation import Isolation, make_scratch, remove_scratch, run_as, variables_of
-from headway.cluster.service.messages import StartReport, WantedStart
+from headway.cluster.service.messages import StartReport, WantedStart, start_folder
 from headway.cluster.service.node import Starts
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.run_progress import JobProgress, read_progress
@@ -113,7 +113,7 @@ class HostStarts(Starts):
             return
         self._isolation.check(wanted.tenant)
         request = request_from_json(wanted.request)
-        own = self._folder / "starts" / wanted.key
+        own = self._folder / "starts" / start_folder(wanted.key)
         own.mkdir(mode=0o700, exist_ok=True)
         for name in ("pid", "exit", "signals", "ended"):
             (own / name).unlink(missing_ok=True)
@@ -129,13 +129,13 @@ class HostStarts(Starts):
             "HEADWAY_MACHINE": str(wanted.rank),
             "HEADWAY_MACHINES": ",".join(wanted.machines),
             "HEADWAY_START": str(wanted.number),
-            "HEADWAY_SCRATCH": str(self._scratch(wanted.key)),
-            "HEADWAY_UPLOAD": str(self._scratch(wanted.key) / "code"),
+            "HEADWAY_SCRATCH": str(self._scratch(own)),
+            "HEADWAY_UPLOAD": str(self._scratch(own) / "code"),
             "PATH": os.defpath,
         }
-        variables |= {"HEADWAY_END": str(self._scratch(wanted.key) / "end")} if len(wanted.machines) > 1 else {}
+        variables |= {"HEADWAY_END": str(self._scratch(own) / "end")} if len(wanted.machines) > 1 else {}
         variables |= {} if wanted.index is None else {"HEADWAY_ARRAY_INDEX": str(wanted.index)}
-        variables |= self._secrets(wanted, request)
+        variables |= self._secrets(wanted, request, own)
         with umask_of(request.folder), start_lock(own / "lock"):
             self._children[wanted.key] = subprocess.Popen(
                 ["bash", str(own / "start.sh")],
@@ -152,7 +152,7 @@ class HostStarts(Starts):
     def _write_scripts(self, wanted: WantedStart, request: LaunchRequest, own: Path) -> None:
         """Write the scripts of a start. Another user's task makes its log itself: nothing of ours writes where it can
         put links."""
-        user, scratch = self._isolation.user(wanted.tenant), self._scratch(wanted.key)
+        user, scratch = self._isolation.user(wanted.tenant), self._scratch(own)
         make_scratch(scratch, user)
         if "code" in request.site:
             assert self._fetch is not None, "whoever runs jobs can fetch their code"
@@ -160,7 +160,7 @@ class HostStarts(Starts):
         logs = log_folder(request.folder, wanted.key.split(":")[0])
         log, enter = log_path(logs, wanted.number, wanted.rank), list[str]()
         if self._isolation.cgroups is not None:
-            entries = self._isolation.cgroups.create(wanted.key, request.cpus, request.memory_bytes)
+            entries = self._isolation.cgroups.create(own.name, request.cpus, request.memory_bytes)
             enter = [f'echo "$BASHPID" >{shlex.quote(str(entry))}' for entry in entries]
         if user is None:
             with umask_of(request.folder):
@@ -176,20 +176,20 @@ class HostStarts(Starts):
         null = Path(os.devnull)
         (own / "start.sh").write_text(start_script(task, null, own, first=enter, run_as=run_as(user)))
 
-    def _scratch(self, key: str) -> Path:
-        return self._folder / "scratch" / key
+    def _scratch(self, own: Path) -> Path:
+        return self._folder / "scratch" / own.name
 
-    def _secret_folder(self, key: str) -> Path:
-        return self._folder / "secrets" / key
+    def _secret_folder(self, own: Path) -> Path:
+        return self._folder / "secrets" / own.name
 
-    def _secrets(self, wanted: WantedStart, request: LaunchRequest) -> dict[str, str]:
+    def _secrets(self, wanted: WantedStart, request: LaunchRequest, own: Path) -> dict[str, str]:
         """The secrets of a start as variables: their values, or the files that have them."""
         values, filed = dict(wanted.secrets or {}), names_of_files(request)
         files = {name: values.pop(name) for name in filed if name in values}
         if not files:
             return values
         user = self._isolation.user(wanted.tenant)
-        return values | write_secret_files(self._secret_folder(wanted.key), files, user)
+        return values | write_secret_files(self._secret_folder(own), files, user)
 
     def signal(self, key: str, numbers: tuple[int, ...]) -> None:
         """See Starts."""
@@ -213,9 +213,10 @@ class HostStarts(Starts):
 
     def kill(self, key: str) -> None:
         """See Starts."""
-        self._kill(self._starts[key], signal.SIGKILL)
+        start = self._starts[key]
+        self._kill(start, signal.SIGKILL)
         if self._isolation.cgroups is not None:
-            self._isolation.cgroups.kill(key)
+            self._isolation.cgroups.kill(start.own.name)
 
     def forget(self, key: str) -> None:
         """See Starts."""
@@ -223,10 +224,10 @@ class HostStarts(Starts):
         self._points.reach("before forgetting")
         (start.own / "start.json").unlink(missing_ok=True)  # first: half a folder is no start
         shutil.rmtree(start.own, ignore_errors=True)
-        remove_scratch(self._scratch(key))
-        remove_scratch(self._secret_folder(key))
+        remove_scratch(self._scratch(start.own))
+        remove_scratch(self._secret_folder(start.own))
         if self._isolation.cgroups is not None:
-            self._isolation.cgroups.remove(key)
+            self._isolation.cgroups.remove(start.own.name)
 
     def accept(self, epoch: int, cluster: str) -> bool:
         """See Starts."""
@@ -253,9 +254,9 @@ class HostStarts(Starts):
         if not is_locked(start.own / "lock") if child is None else child.poll() is not None:
             self._children.pop(start.key, None)
             self._kill(start, signal.SIGKILL, our_child=child is not None)  # what the command has left behind
-            if self._isolation.cgroups is None or self._isolation.cgroups.kill(start.key):
-                start.result = _result(start, self._scratch(start.key) / "end")
-                remove_scratch(self._secret_folder(start.key))
+            if self._isolation.cgroups is None or self._isolation.cgroups.kill(start.own.name):
+                start.result = _result(start, self._scratch(start.own) / "end")
+                remove_scratch(self._secret_folder(start.own))
             return
         now = time.time()
         deadline = None if start.limit_s is None else start.began + start.limit_s

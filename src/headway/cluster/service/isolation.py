@@ -1,7 +1,8 @@
 """As whom jobs run on a node, and what keeps them apart.
 
 An agent of root runs each tenant's jobs as that tenant's Unix user, in control groups. Any other agent runs jobs as
-itself, and so takes those of one tenant only. Nothing that a job can change is trusted: its files are made by its user.
+itself, and so takes those of one tenant only; one of root does so only if root is meant. Nothing that a job can change
+is trusted: its files are made by its user.
 """
 
 import os
@@ -35,19 +36,26 @@ class Isolation:
         return find_user(self.users[tenant]) if self.users else None
 
 
-def isolation_of(folder: Path, tenants: Sequence[str], users: Mapping[str, str]) -> Isolation:
+def isolation_of(
+    folder: Path, tenants: Sequence[str], users: Mapping[str, str], *, jobs_as_root: bool = False
+) -> Isolation:
     """The rules of a node that has joined; UsageError if they cannot be kept here."""
-    cgroups = find_cgroups(folder)
     if not users:
         if len(tenants) != 1:
             raise UsageError(
                 "without Unix users of their own, a node runs jobs of one tenant only", hint="--tenant NAME"
             )
-        return Isolation(tuple(tenants), {}, cgroups)
+        if os.geteuid() == 0 and not jobs_as_root:
+            raise UsageError(
+                "jobs would run as root on this node",
+                hint="--tenant-user TENANT=USER runs them as that user; --jobs-as-root if root is meant",
+            )
+        return Isolation(tuple(tenants), {}, find_cgroups(folder))
     if os.geteuid() != 0:
         raise UsageError("only root's agent can run jobs as other users", hint="--tenant NAME runs them as yours")
     if shutil.which("setpriv") is None:
         raise UsageError("setpriv is not installed: jobs cannot run as other users", hint="install util-linux")
+    cgroups = find_cgroups(folder)
     if cgroups is None and len(users) > 1:
         raise UsageError(
             "this machine has no control groups that root may change: tenants cannot be kept apart",

@@ -19,7 +19,7 @@ from headway.cluster.service.metrics import ServiceMetrics
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.store import DamagedRecord, ServiceStore, Superseded
 from headway.cluster.service.webhooks import EventWebhook, WebhookFollower
-from headway.errors import EngineError, HeadwayError
+from headway.errors import EngineError, HeadwayError, UnknownNode
 
 AGENT_CHECK_S = 0.5
 RETRY_S = 1.0
@@ -78,7 +78,9 @@ class LiveService:
     def _keep_agents(self) -> None:
         while not self.stopping.wait(AGENT_CHECK_S):
             for name, (command, process) in list(self._agents.items()):
-                if process.poll() is not None:
+                if process.poll() == UnknownNode.exit_status:
+                    del self._agents[name]  # it was removed, as the agent has said
+                elif process.returncode is not None:
                     self._log(f"the agent of node {name} ended with status {process.returncode}; starting another")
                     self._agents[name] = command, subprocess.Popen(command, stdin=subprocess.DEVNULL)
 

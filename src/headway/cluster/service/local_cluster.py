@@ -4,6 +4,7 @@ import json
 import os
 import re
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import psutil
 from sqlalchemy import insert, select, update
 
 from headway.cluster.engines.local.engine import local_gpus
-from headway.cluster.service.store import ServiceStore
-from headway.cluster.service.tables import facts
+from headway.cluster.service.store import ServiceStore, Transaction
+from headway.cluster.service.tables import facts, node_conditions, nodes, ranks
 from headway.cluster.service.tenant_changes import tenants_at_start
 from headway.cluster.simulate.site import read_site
 from headway.errors import UsageError
@@ -22,6 +23,7 @@ from headway.hardware import devices, gpu_uuids
 DEFAULT_TENANTS: list[dict[str, Any]] = [{"name": "default"}]
 """One that may use everything."""
 _LISTED = "tenants of the file"
+_OPTIONS = "options of the local nodes"
 _EMULATED = re.compile(r"([1-9][0-9]{0,2})x([0-9]{1,2})")
 
 
@@ -59,14 +61,49 @@ def starting_tenants(store: ServiceStore, listed: list[dict[str, Any]] | None) -
     recorded = None if store.lines.cluster is None else store.lines.cluster["tenants"]
     if listed is None:
         return tenants_at_start(None, None, recorded, DEFAULT_TENANTS)
-    mine, text = facts.c.name == _LISTED, json.dumps(listed)
     with store.write() as transaction:
-        before = transaction.execute(select(facts.c.value).where(mine)).scalar()
-        if before is None:
-            transaction.execute(insert(facts).values(name=_LISTED, value=text))
-        elif before != text:
-            transaction.execute(update(facts).where(mine).values(value=text))
+        before = _replace_fact(transaction, _LISTED, json.dumps(listed))
     return tenants_at_start(listed, None if before is None else json.loads(before), recorded, DEFAULT_TENANTS)
+
+
+def keep_local_nodes(
+    store: ServiceStore, specs: Sequence[Mapping[str, Any]], options: str, *, forget: bool = False
+) -> None:
+    """Remember the `options` of `headway up` that name this machine's nodes. UsageError if jobs are on local nodes of
+    the last start that are not among `specs`, unless these are gone (`forget`): without an agent their exits cannot be
+    seen, and a job that is taken for lost would run twice."""
+    names = [spec["name"] for spec in specs]
+    absent = (
+        select(ranks.c.node, ranks.c.job)
+        .join(nodes, nodes.c.name == ranks.c.node)
+        .outerjoin(node_conditions, node_conditions.c.name == ranks.c.node)
+        .where(ranks.c.state.in_(("issued", "running")) & ranks.c.node.not_in(names))
+        .where(node_conditions.c.fingerprint.is_(None))
+    )
+    with store.read() as connection:
+        left = connection.execute(absent).all()
+        before = connection.execute(select(facts.c.value).where(facts.c.name == _OPTIONS)).scalar()
+    if left and not forget:
+        on, held = (", ".join(sorted(set(column))) for column in zip(*left, strict=True))
+        again = "the options of the last start" if before is None else f"headway up {before}".rstrip()
+        raise UsageError(
+            f"jobs may still run on nodes that this start leaves out: {held} on {on}",
+            hint=f"{again} keeps these nodes; --forget-nodes if nothing runs there any more",
+        )
+    if before != options:
+        with store.write() as transaction:
+            _replace_fact(transaction, _OPTIONS, options)
+
+
+def _replace_fact(transaction: Transaction, name: str, text: str) -> str | None:
+    """Write a fact if it changes, and return what it was."""
+    mine = facts.c.name == name
+    before: str | None = transaction.execute(select(facts.c.value).where(mine)).scalar()
+    if before is None:
+        transaction.execute(insert(facts).values(name=name, value=text))
+    elif before != text:
+        transaction.execute(update(facts).where(mine).values(value=text))
+    return before
 
 
 def tenants_of(file: Path | None) -> list[dict[str, Any]] | None:

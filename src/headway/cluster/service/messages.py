@@ -63,6 +63,16 @@ class WantedStart:
 
 
 @dataclass(frozen=True)
+class WantedStream:
+    """A connection that the service wants to a port of a start."""
+
+    id: str
+    start: str
+    """Key of the start."""
+    port: int
+
+
+@dataclass(frozen=True)
 class NodeOrders:
     """Everything that the service wants of a node."""
 
@@ -73,6 +83,8 @@ class NodeOrders:
     starts: tuple[WantedStart, ...] = ()
     begin_within_s: float = 60.0
     """Since the report that they answer was sent: later, what they ask for may have been given up."""
+    streams: tuple[WantedStream, ...] = ()
+    """Those for which it has not connected yet."""
 
 
 REPORT = TypeAdapter(NodeReport)
@@ -82,3 +94,8 @@ ORDERS = TypeAdapter(NodeOrders)
 def start_key(job: str, start: int, rank: int) -> str:
     """The key of one start of a job on one of its nodes."""
     return f"{job}:{start}:{rank}"
+
+
+def start_folder(key: str) -> str:
+    """The name of a start's folders: without colons, which lists of paths such as PATH and mounts are split at."""
+    return key.replace(":", "-")

@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 from headway.cluster.engines.scripts import replace_file
 from headway.cluster.service.certificates import signing_request
 from headway.cluster.service.connection import ServiceConnection
-from headway.cluster.service.isolation import isolation_of
+from headway.cluster.service.isolation import Isolation, isolation_of
 from headway.cluster.service.join import check_name
 from headway.cluster.service.node_process import run_agent
-from headway.errors import EngineError, UsageError
+from headway.errors import EngineError, UnknownNode, UsageError
 
 SETTINGS, KEY, CERTIFICATE = "node.json", "node.key", "certificate.pem"
 
@@ -38,6 +38,8 @@ class NodeSettings:
     """What jobs may use, and whose jobs it runs."""
     users: dict[str, str] = field(default_factory=dict)
     """Unix user of each tenant; without any, jobs run as the agent's."""
+    jobs_as_root: bool = False
+    """Whether that may be root."""
 
 
 def join_cluster(folder: Path, settings: NodeSettings, token: str) -> None:
@@ -51,8 +53,7 @@ def join_cluster(folder: Path, settings: NodeSettings, token: str) -> None:
             f"{folder} belongs to node '{known.name}' of {known.url}",
             hint=f"headway node run --folder {folder} starts it; choose another --folder to join again",
         )
-    if settings.spec.get("tenants"):
-        isolation_of(folder, settings.spec["tenants"], settings.users)
+    _isolation(folder, settings)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     spec = {key: value for key, value in settings.spec.items() if key != "name"}
     request = signing_request(folder / KEY, settings.name)
@@ -76,10 +77,17 @@ def read_settings(folder: Path) -> NodeSettings:
         raise EngineError(f"cannot read {folder / SETTINGS}: {error}", hint="join again in another folder") from None
 
 
-def run_node(folder: Path) -> int:
-    """Run the agent of a node that has joined, until Ctrl-C or SIGTERM; its jobs go on."""
+def _isolation(folder: Path, settings: NodeSettings) -> Isolation:
+    tenants = settings.spec.get("tenants") or [""]  # before it has joined: the only one, which the answer names
+    return isolation_of(folder, tenants, settings.users, jobs_as_root=settings.jobs_as_root)
+
+
+def run_node(folder: Path, *, jobs_as_root: bool = False) -> int:
+    """Run the agent of a node that has joined, until Ctrl-C or SIGTERM; its jobs go on. UnknownNode if it was
+    removed."""
     settings, stopping = read_settings(folder), threading.Event()
-    isolation = isolation_of(folder, settings.spec["tenants"], settings.users)
+    settings = replace(settings, jobs_as_root=settings.jobs_as_root or jobs_as_root)
+    isolation = _isolation(folder, settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     certificate = (folder / CERTIFICATE, folder / KEY)
@@ -87,6 +95,14 @@ def run_node(folder: Path) -> int:
         settings.url, None, keep=True, fingerprint=settings.fingerprint, certificate=certificate
     )
     print(f"node {settings.name} of {settings.url}: Ctrl-C ends its agent; jobs go on", file=sys.stderr, flush=True)
-    return run_agent(
-        settings.name, folder, connection, lambda: not stopping.is_set(), spec=settings.spec, isolation=isolation
-    )
+    try:
+        return run_agent(
+            settings.name, folder, connection, lambda: not stopping.is_set(), spec=settings.spec, isolation=isolation
+        )
+    except UnknownNode as error:
+        if isolation.cgroups is not None:
+            isolation.cgroups.close()
+        raise UnknownNode(
+            f"{settings.url}: {error.message}",
+            hint=f"to join again: rm {folder / SETTINGS}, then headway node join with a new token",
+        ) from None

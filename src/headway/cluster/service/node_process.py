@@ -23,7 +23,8 @@ from headway.cluster.service.isolation import Isolation
 from headway.cluster.service.messages import ORDERS, PROTOCOL
 from headway.cluster.service.node import ClusterNode
 from headway.cluster.service.node_health import CHECK_S, look, problems
-from headway.errors import EngineUnreachable, HeadwayError
+from headway.cluster.service.node_streams import NodeStreams
+from headway.errors import EngineUnreachable, HeadwayError, UnknownNode
 
 BUSY_S, IDLE_S = 0.1, 2.0
 """How long orders may take to come while jobs run here, whose exits must be reported, and while none do."""
@@ -36,7 +37,11 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then ends this process
     token, parent = Path(token_file).read_text().strip(), int(parent_pid)
     connection = ServiceConnection(url, token, keep=True, fingerprint=next(iter(fingerprint), None))
-    return run_agent(name, Path(place), connection, lambda: os.getppid() == parent)
+    try:
+        return run_agent(name, Path(place), connection, lambda: os.getppid() == parent)
+    except UnknownNode as error:
+        print(f"node {name}: {error.message}", file=sys.stderr, flush=True)
+        return error.exit_status
 
 
 def run_agent(
@@ -49,7 +54,8 @@ def run_agent(
 ) -> int:
     """Report and obey for as long as `go_on` says so; then jobs go on, and the next agent of the folder finds them.
 
-    `spec` is what the node has, which is then looked after; without `isolation` jobs run as this process's user."""
+    `spec` is what the node has, which is then looked after; without `isolation` jobs run as this process's user.
+    UnknownNode if the node was removed."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if isolation is not None and isolation.users:
         folder.chmod(0o711)  # other users get through it to their scratch folders
@@ -61,7 +67,7 @@ def run_agent(
         starts = HostStarts(
             folder, write_points(), isolation, lambda digest: connection.get_bytes(f"/api/v1/code/{digest}")
         )
-        agent = ClusterNode(name, starts)
+        agent, streams = ClusterNode(name, starts), NodeStreams(folder / "starts", connection)
         version: int | None = None
         sent: object = None
         printed, checked = "", -math.inf
@@ -74,6 +80,8 @@ def run_agent(
             try:
                 fields = {"report": report, "protocol": PROTOCOL}
                 answer = connection.post("/api/v1/sync", fields | {"version": version, "wait_s": wait_s})
+            except UnknownNode:
+                raise
             except HeadwayError as error:
                 if error.message != printed:  # once, however long it lasts
                     print(f"node {name}: {error.message}", file=sys.stderr, flush=True)
@@ -82,11 +90,13 @@ def run_agent(
                 continue
             printed = ""
             version, sent = answer["version"], report
-            if not agent.obey(ORDERS.validate_python(answer["orders"]), time.monotonic() - sent_at):
+            orders = ORDERS.validate_python(answer["orders"])
+            if not agent.obey(orders, time.monotonic() - sent_at):
                 print(
                     f"node {name}: refused orders of an older service, or another cluster", file=sys.stderr, flush=True
                 )
                 return 1
+            streams.begin(orders.streams)
     return 0
 
 

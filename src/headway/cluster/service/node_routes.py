@@ -18,6 +18,7 @@ from headway.cluster.service.join import (
 )
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.messages import PROTOCOL, REPORT
+from headway.cluster.service.node_reports import check_code
 from headway.cluster.service.peer_certificate import PEER
 from headway.cluster.service.uploaded_code import CodeStore
 from headway.errors import EngineError
@@ -148,7 +149,7 @@ def add_code_routes(app: FastAPI, service: LiveService, code: CodeStore | None) 
 
     @app.get("/api/v1/code/{digest}", response_class=Response)
     def get_code(digest: Digest, request: Request) -> Response:
-        service.plane.check_code(digest, request.scope.get(PEER))
+        check_code(service.store, digest, request.scope.get(PEER))
         return Response(store().get(digest), media_type="application/gzip")
 
 

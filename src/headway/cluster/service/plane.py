@@ -12,46 +12,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from secrets import token_bytes
 from typing import Any
 
-from sqlalchemy import Row, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import Row, func, or_, select, update
 
 from headway.cluster.engines.engine import CANCELLED, OVER, LaunchRequest, cannot_signal
 from headway.cluster.scheduler.nodes import DRAIN_LEAD_S
 from headway.cluster.service.audit import describe
+from headway.cluster.service.cluster_values import record_cluster, record_specs
 from headway.cluster.service.demand import EmptyCluster, job_of, tenant_of
 from headway.cluster.service.exits import finish_if_exited
-from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet, is_elsewhere
+from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet
 from headway.cluster.service.granted_starts import grant_starts
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.live_state import decided_line
-from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart, start_key
+from headway.cluster.service.messages import NodeOrders, NodeReport
 from headway.cluster.service.new_jobs import NewJob, queue_jobs
 from headway.cluster.service.node_changes import NodeChanges
-from headway.cluster.service.node_state import node_state, unwanted_starts
+from headway.cluster.service.node_reports import NodeReports
 from headway.cluster.service.offers import find_offers, record_offers
-from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.port_streams import PortStreams
 from headway.cluster.service.record_lines import RecordLines
-from headway.cluster.service.run_progress import JobProgress
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks, tenant_secrets
+from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks
 from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
 ALIVE = ("starting", "running", "ending")
-RESULT = RankResult.__dataclass_fields__
-
-_KNOWN: Any = (
-    select(nodes.c.name, nodes.c.state, *node_conditions.c["cordoned", "problems", "fingerprint"])
-    .select_from(nodes.outerjoin(node_conditions, node_conditions.c.name == nodes.c.name))
-    .where(nodes.c.name == bindparam("name"))
-)
-"""State and conditions of a node."""
-_WANTED: Any = (
-    select(*ranks.c, jobs.c.request, jobs.c.array, jobs.c.tenant, jobs.c.state.label("job_state"))
-    .join(jobs, jobs.c.id == ranks.c.job)
-    .where((ranks.c.node == bindparam("name")) & ranks.c.state.in_(("issued", "running")))
-)
-"""The starts that a node should know."""
 
 
 class ControlPlane:
@@ -79,12 +65,10 @@ class ControlPlane:
         """The nodes, for operators."""
         self.node_changes, self.changed = NodeChanges(), threading.Event()
         """Changes that nodes should look at, and whether the scheduler should."""
-        self.progress: dict[str, JobProgress] = {}
-        """Of running jobs that report it, since this service has started."""
-        self._saves: dict[str, tuple[str, int | None]] = {}
-        """Start and step of the newest recorded save of these."""
-        self._last_syncs: dict[str, tuple[int, str | None, NodeReport, NodeOrders]] = {}
-        """What each node last reported at which version, as whom, and its orders: repeating it needs no database."""
+        self.streams = PortStreams(monotonic, lambda node: self.node_changes.note((node,)))
+        """Connections of users to ports of jobs."""
+        self.reports = NodeReports(store, self, self.fleet, self.node_changes, self.secrets, self.streams, speed)
+        """What nodes say."""
 
     @property
     def now_s(self) -> float:
@@ -122,26 +106,13 @@ class ControlPlane:
 
         A node on which jobs are stays as it was recorded until a service starts when there are none: such nodes are
         returned."""
-        unchanged = list[str]()
         with self._store.write() as transaction:
-            known = {row.name: json.loads(row.spec) for row in transaction.execute(select(nodes))}
-            for spec in specs:
-                if is_elsewhere(transaction, spec["name"]):
-                    raise UsageError(
-                        f"node '{spec['name']}' has joined from elsewhere, and this machine has the same name",
-                        hint="--no-local-node, or headway node remove it",
-                    )
-                if spec["name"] not in known:
-                    values = {"name": spec["name"], "spec": json.dumps(spec), "state": "draining"}
-                    transaction.execute(insert(nodes).values(values))
-                elif spec != known[spec["name"]] and not self._change_node(transaction, spec):
-                    unchanged.append(spec["name"])
-                    continue
-                known[spec["name"]] = dict(spec)
-            values = {"nodes": list(known.values()), "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
+            specified, unchanged = record_specs(transaction, specs)
+            values = {"nodes": specified, "tenants": [dict(tenant) for tenant in tenants], "policy": policy}
             if self._cluster is None:
                 transaction.add_lines([{"at": self.now_s, "calendar": self._clock()}])
-            cluster = self._record_cluster(transaction, values, whole=known.keys() == {spec["name"] for spec in specs})
+            whole = len(specified) == len({spec["name"] for spec in specs})
+            cluster = self._record_cluster(transaction, values, whole=whole)
         self._cluster = cluster
         with self._store.read() as connection:
             elsewhere = select(node_conditions.c.name).where(node_conditions.c.fingerprint.is_not(None))
@@ -171,27 +142,7 @@ class ControlPlane:
     def _record_cluster(
         self, transaction: Transaction, values: Mapping[str, Any], *, whole: bool = True
     ) -> EmptyCluster:
-        """Record nodes, tenants and policy if they have changed; UsageError if they do not fit together."""
-        used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
-        gone = used - {tenant["name"] for tenant in values["tenants"]}
-        if gone:
-            raise UsageError(
-                f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over"
-            )
-        cluster = EmptyCluster(values, whole=whole)
-        transaction.execute(delete(tenant_secrets).where(tenant_secrets.c.tenant.not_in(cluster.tenants)))
-        if cluster.values != self._store.lines.cluster:
-            transaction.add_lines([{"at": self.now_s, "cluster": cluster.values}])
-        return cluster
-
-    @staticmethod
-    def _change_node(transaction: Transaction, spec: Mapping[str, Any]) -> bool:
-        """Record what a node has now; False if jobs are on it."""
-        busy = (ranks.c.node == spec["name"]) & (ranks.c.state != "exited")
-        if transaction.execute(select(func.count()).select_from(ranks).where(busy)).scalar_one():
-            return False
-        transaction.execute(update(nodes).where(nodes.c.name == spec["name"]).values(spec=json.dumps(spec)))
-        return True
+        return record_cluster(transaction, values, self._store.lines.cluster, self.now_s, whole=whole)
 
     # -- what users ask
 
@@ -312,126 +263,12 @@ class ControlPlane:
 
     def finish_job(self, transaction: Transaction, name: str) -> None:
         """See JobControl."""
-        self.progress.pop(name, None)
+        self.reports.progress.pop(name, None)
         finish_if_exited(transaction, name, self.now_s, self._clock())
 
-    # -- what nodes report
-
     def sync(self, report: NodeReport, peer: str | None = None) -> NodeOrders:
-        """Take a node's report, and return everything that is wanted of it. `peer` is the fingerprint of the
-        certificate that was shown; this machine's own nodes have none."""
-        version = self.node_changes.version(report.node)
-        last_sync = self._last_syncs.get(report.node)
-        if last_sync is not None and last_sync[:3] == (version, peer, report):
-            self.fleet.silence.hear(report.node)
-            return last_sync[3]
-        with self._store.read() as connection:
-            known = connection.execute(_KNOWN, {"name": report.node}).first()
-            rows = _by_key(connection.execute(_WANTED, {"name": report.node}).all())
-        if known is None:
-            raise UsageError(f"unknown node '{report.node}'", hint="it was removed: headway node join")
-        if known.fingerprint != peer:
-            raise UsageError(
-                f"whoever reports for node '{report.node}' has another certificate than it",
-                hint="a node reports for itself only; has it been replaced?",
-            )
-        self.fleet.silence.hear(report.node)
-        problems = json.dumps(report.problems)
-        saves = self._take_progress(report, rows)
-        if (
-            saves
-            or _news(report, rows)
-            or known.state != _state(report, rows, known)
-            or (known.problems or "[]") != problems
-        ):
-            with self._store.write() as transaction:  # with what holds now: it may have been given up meanwhile
-                known = transaction.execute(_KNOWN, {"name": report.node}).one()
-                rows = _by_key(transaction.execute(_WANTED, {"name": report.node}).all())
-                self.fleet.set_problems(transaction, report.node, problems)
-                self.fleet.set_state(transaction, report.node, _state(report, rows, known))
-                transaction.add_lines([line for line in saves if self._runs(transaction, line["saves"])])
-                for start in _news(report, rows):
-                    self._take_report(transaction, rows[start.key], start.state, start.result)
-                rows = _by_key(transaction.execute(_WANTED, {"name": report.node}).all())
-            self.nodes_changed({report.node, *transaction.nodes})
-        if unwanted_starts(report, rows):  # they are killed first
-            begun = {start.key for start in report.starts}
-            rows = {key: row for key, row in rows.items() if key in begun}
-        values = self._secret_values(list(rows.values()))
-        starts = tuple(_wanted_start(row, values) for row in rows.values())
-        orders = NodeOrders(self._store.epoch, self._store.cluster, starts, self.fleet.give_up_after_s)
-        if not any(values.values()):
-            self._last_syncs[report.node] = version, peer, report, orders
-        return orders
-
-    def check_code(self, digest: str, peer: str | None) -> None:
-        """Raise UsageError unless a node has a job with this code; this machine's own nodes are trusted with all."""
-        if peer is None:
-            return
-        mine = node_conditions.c.fingerprint == peer
-        on = ranks.join(node_conditions, node_conditions.c.name == ranks.c.node).join(jobs, jobs.c.id == ranks.c.job)
-        wanted = select(jobs.c.request).select_from(on).where(mine & (ranks.c.state != "exited"))
-        with self._store.read() as connection:
-            requests = connection.execute(wanted).scalars().all()
-        if not any(json.loads(request)["site"].get("code") == digest for request in requests):
-            raise UsageError(f"no job on this node has code {digest[:12]}")
-
-    def _take_progress(self, report: NodeReport, rows: Mapping[str, Row[Any]]) -> list[dict[str, Any]]:
-        """Remember the progress that a node reports; return the lines of new saves."""
-        lines = []
-        for start in report.starts:
-            row = rows.get(start.key)
-            if start.progress is None or row is None or row.job_state != "running":
-                continue
-            key, before = f"{row.job}:{row.start}", self.progress.get(row.job)
-            if self._saves.get(row.job) != (key, start.progress.saved_step) or before is None:
-                saved = start.progress.saved_unix_s
-                age_s = None if saved is None else max(self._clock() - saved, 0.0) * self._speed
-                lines.append({"at": self.now_s, "saves": row.job, "age_s": age_s})
-                self._saves[row.job] = key, start.progress.saved_step
-            self.progress[row.job] = start.progress
-        return lines
-
-    @staticmethod
-    def _runs(transaction: Transaction, name: str) -> bool:
-        running = (jobs.c.id == name) & (jobs.c.state == "running")
-        return transaction.execute(select(jobs.c.id).where(running)).first() is not None
-
-    def _secret_values(self, rows: Sequence[Row[Any]]) -> dict[str, dict[str, str] | None]:
-        """The values of the jobs that a node is to start, by id; None if they cannot be read."""
-        names = {row.job: json.loads(row.request)["secrets"] for row in rows if _is_fresh(row)}
-        if not any(names.values()):
-            return {}
-        with self._store.read() as connection:
-            return {
-                row.job: self.secrets.values(connection, row.job, row.tenant, names[row.job])
-                for row in rows
-                if names.get(row.job)
-            }
-
-    def _take_report(self, transaction: Transaction, row: Row[Any], state: str, result: RankResult | None) -> None:
-        mine = (ranks.c.job == row.job) & (ranks.c.start == row.start)
-        text = None if result is None else json.dumps({key: getattr(result, key) for key in RESULT})
-        values = {"state": state, "result": text}
-        # only forward: another report may have said more meanwhile
-        before = ("issued",) if state == "running" else ("issued", "running")
-        changed = transaction.execute(
-            update(ranks).where(mine & (ranks.c.rank == row.rank) & ranks.c.state.in_(before)).values(values)
-        ).rowcount
-        if not changed:
-            return
-        others = transaction.execute(select(ranks.c.state).where(mine)).scalars().all()
-        if state == "running" and "issued" not in others:
-            starting = (jobs.c.id == row.job) & (jobs.c.state == "starting")
-            now = {"state": "running", "reason": "", "started": self._clock()}
-            if transaction.execute(update(jobs).where(starting).values(now)).rowcount:
-                transaction.add_lines([{"at": self.now_s, "running": row.job}])
-        if state == "exited":
-            if result is not None and (result.error or result.lost) and {*others} - {"exited"}:
-                job = transaction.execute(select(jobs).where(jobs.c.id == row.job)).one()
-                if job.state in ("starting", "running"):  # the others would wait for it for ever
-                    self._tell_to_stop(transaction, job, "broken", record=True)
-            self.finish_job(transaction, row.job)
+        """Take a node's report, and return everything that is wanted of it: see NodeReports."""
+        return self.reports.sync(report, peer)
 
     # -- steps of a cycle
 
@@ -496,44 +333,3 @@ class ControlPlane:
             transaction.execute(update(ranks).where(mine).values(state="issued"))
         self.nodes_changed({row.node for row in granted if row.job in ready})
         return len(ready)
-
-
-def _is_fresh(row: Row[Any]) -> bool:
-    """Whether a node is still to begin a start."""
-    return bool(row.state == "issued" and row.job_state != "ending")
-
-
-def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -> WantedStart:
-    return WantedStart(
-        start_key(row.job, row.start, row.rank),
-        "end" if row.job_state == "ending" else "run",
-        tuple(json.loads(row.gpus)),
-        row.rank,
-        tuple(json.loads(row.machines)),
-        row.start,
-        int(row.job.rpartition("_")[2]) if row.array else None,
-        json.loads(row.request) if _is_fresh(row) else {},
-        tuple(json.loads(row.signals)),
-        secrets.get(row.job, {}),
-        row.tenant,
-    )
-
-
-def _state(report: NodeReport, wanted: Mapping[str, Any], known: Row[Any]) -> str:
-    fenced = bool(unwanted_starts(report, wanted))
-    return node_state(reports=True, fenced=fenced, cordoned=bool(known.cordoned), problems=report.problems)
-
-
-def _news(report: NodeReport, rows: Mapping[str, Row[Any]]) -> list[StartReport]:
-    """What a report says of wanted starts beyond what is known of them."""
-    return [
-        start for start in report.starts if start.key in rows and _order(start.state) > _order(rows[start.key].state)
-    ]
-
-
-def _by_key(rows: Sequence[Row[Any]]) -> dict[str, Row[Any]]:
-    return {start_key(row.job, row.start, row.rank): row for row in rows}
-
-
-def _order(state: str) -> int:
-    return ("granted", "issued", "running", "exited").index(state)

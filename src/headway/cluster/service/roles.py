@@ -64,7 +64,14 @@ PERMISSIONS: dict[str, Need] = {
     "POST /api/v1/jobs:batch": _CHANGE,
     "POST /api/v1/jobs/{job}/signal": _CHANGE,
     "POST /api/v1/jobs/{job}/priority": _CHANGE,
+    "POST /api/v1/jobs/{job}/streams": _CHANGE,
     "POST /api/v1/jobs/{job}/{verb}": _CHANGE,
+    "PUT /api/v1/streams/{stream}": _CHANGE,  # of the caller only
+    "GET /api/v1/streams/{stream}": _CHANGE,
+    "DELETE /api/v1/streams/{stream}": _CHANGE,
+    "PUT /api/v1/node-streams/{stream}": NODES,
+    "GET /api/v1/node-streams/{stream}": NODES,
+    "POST /api/v1/node-streams/{stream}/failure": NODES,
     "PUT /api/v1/code/{digest}": _CHANGE,
     "GET /api/v1/code/{digest}": NODES,
     # the cluster

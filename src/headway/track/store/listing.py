@@ -98,10 +98,12 @@ def check_names(names: Iterable[Name], rows: Sequence[RunRow]) -> None:
 
 
 def filter_rows(rows: Sequence[RunRow], query: Query, now: float) -> list[RunRow]:
-    """Return the runs that satisfy a query; raise UsageError if it names a key that none has."""
+    """Return the runs that satisfy a query; raise UsageError for a key that none has, or a text instead of a number."""
+    lookups = [lookup_in(row, now) for row in rows]
     if rows:
         query.check_names(set(known_keys(rows)))
-    return [row for row in rows if query.matches(lookup_in(row, now))]
+        query.check_values(lookups)
+    return [row for row, lookup in zip(rows, lookups, strict=True) if query.matches(lookup)]
 
 
 def lookup_in(row: RunRow, now: float) -> Lookup:

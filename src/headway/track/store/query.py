@@ -21,7 +21,7 @@ import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypeAlias, final
@@ -80,8 +80,8 @@ class Clause(ABC):
         """Whether a run satisfies it."""
 
     @abstractmethod
-    def names(self) -> Iterator[tuple[Name, int]]:
-        """Yield the names in it, each with its column from 0."""
+    def conditions(self) -> Iterator["Condition"]:
+        """Yield the comparisons in it."""
 
 
 @final
@@ -98,9 +98,9 @@ class Condition(Clause):
         """Whether a run satisfies it."""
         return compare(lookup(self.name), self.operator, self.values)
 
-    def names(self) -> Iterator[tuple[Name, int]]:
-        """Yield its name."""
-        yield self.name, self.column
+    def conditions(self) -> Iterator["Condition"]:
+        """Yield it."""
+        yield self
 
 
 @final
@@ -118,10 +118,10 @@ class Combination(Clause):
         results = (part.matches(lookup) for part in self.parts)
         return all(results) if self.operator == "and" else any(results)
 
-    def names(self) -> Iterator[tuple[Name, int]]:
-        """Yield the names in its parts."""
+    def conditions(self) -> Iterator["Condition"]:
+        """Yield the comparisons in its parts."""
         for part in self.parts:
-            yield from part.names()
+            yield from part.conditions()
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,25 @@ class Query:
 
     def names(self) -> list[Name]:
         """Return the names in it, each once."""
-        return list(dict.fromkeys(name for name, _ in (() if self.root is None else self.root.names())))
+        return list(dict.fromkeys(part.name for part in (() if self.root is None else self.root.conditions())))
 
     def check_names(self, known: Collection[str]) -> None:
         """Raise UsageError at the first key that no run has."""
-        for name, column in () if self.root is None else self.root.names():
-            if name.key.removeprefix(RECIPE) not in known:
-                raise syntax_error(self.text, column, f"no run has a key {name.key!r}", near_names(name.key, known))
+        for part in () if self.root is None else self.root.conditions():
+            key = part.name.key
+            if key.removeprefix(RECIPE) not in known:
+                raise syntax_error(self.text, part.column, f"no run has a key {key!r}", near_names(key, known))
+
+    def check_values(self, lookups: Sequence[Lookup]) -> None:
+        """Raise UsageError where a text is compared by order with what is a number in every run that has it."""
+        for part in () if self.root is None else self.root.conditions():
+            value = part.values[0]
+            if part.operator not in _ORDERS or not isinstance(value, str):
+                continue
+            kinds = {_kind(known) for lookup in lookups if (known := lookup(part.name)) is not None}
+            if kinds == {"number"}:
+                hint = "a number; with a unit for times: 90s, 30m, 2h, 3d, 1w; or a date: 2026-11-01"
+                raise syntax_error(self.text, part.column, f"{part.name.text} is a number, {value!r} is not", hint)
 
 
 def near_names(key: str, known: Collection[str]) -> str:
