@@ -61,13 +61,14 @@ def test_help_is_complete_in_80_columns(words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_signatures_without_imports_are_those_of_the_module(words: tuple[str, ...]) -> None:
-    module = importlib.import_module(f"headway.cli.{words[0]}")
+    name = words[0].replace("-", "_")
+    module = importlib.import_module(f"headway.cli.{name}")
     program = typer.Typer(add_completion=False, rich_markup_mode=None)
     program.command("other")(lambda: None)
     if hasattr(module, "app"):
         program.add_typer(module.app, name=words[0])
     else:
-        program.command(words[0])(getattr(module, words[0]))
+        program.command(words[0])(getattr(module, name))
     assert help_of(*words, program=program) == help_of(*words)
 
 

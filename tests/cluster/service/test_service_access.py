@@ -170,8 +170,8 @@ def test_every_change_and_refusal_is_in_the_audit_log_once(world: AccessWorld) -
         ("red-admin", "/api/v1/users/new", "viewer of red", "done"),
     ]
     assert {entry["at"] for entry in entries} == {NOW}
-    assert len(world.ask("root", "GET", "/api/v1/audit").json()) == 5
-    assert len(world.ask("root", "GET", "/api/v1/audit", after=entries[1]["seq"]).json()) == 3
+    assert len(world.ask("root", "GET", "/api/v1/audit").json()) == 6
+    assert len(world.ask("root", "GET", "/api/v1/audit", after=entries[1]["seq"]).json()) == 4
 
 
 # -- secrets
