@@ -173,10 +173,11 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_are_sound(name: str) -> None:
-    opcheck(
+    results = opcheck(
         getattr(torch.ops.headway, name).default, OPERATORS[name](),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )  # fmt: skip
+    assert set(results.values()) == {"SUCCESS"}
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +11,7 @@ import typer
 
 from headway.cli.accuracy_view import against_lines
 from headway.cli.options import Json, Settings
+from headway.cli.plan_document import plan_document, point_document
 from headway.cli.plan_serving import (
     ServingOptions,
     model_of_config,
@@ -44,13 +44,11 @@ from headway.plan.costs import CostModel, Fidelity, make_cost_model
 from headway.plan.efficiencies import Efficiencies, fitted_parameters
 from headway.plan.explain import explain as explain_plan
 from headway.plan.explain import roofline_points
-from headway.plan.flops import active_parameters, flops_per_token, flops_per_token_full_attention, parameters
 from headway.plan.hf_config import read_architecture
-from headway.plan.plan import Plan, RunForecast
+from headway.plan.plan import Plan
 from headway.plan.plan import plan as make_plan
 from headway.plan.roofline import draw_roofline, text_roofline
-from headway.plan.scaling import ScalingPoint, efficiency, parse_sweep, sweep
-from headway.plan.search import RankedPlan
+from headway.plan.scaling import parse_sweep, sweep
 from headway.plan.settings import parse_mesh
 from headway.plan.task import SearchSpace
 from headway.recipe import Model, Recipe, Train, load_recipe
@@ -452,7 +450,7 @@ def _plan(request: _Request, explain: bool, roofline: Path | None, json: bool) -
     sections = explain_plan(planned.best.estimate, request.costs()) if explain else []
     drawn = _roofline(planned, request.costs(), roofline) if roofline is not None else ""
     if json:
-        document = _document(planned, request.costs(), runs)
+        document = plan_document(planned, request.costs(), runs)
         if explain:
             document["explain"] = [
                 {
@@ -480,79 +478,6 @@ def _roofline(planned: Plan, costs: CostModel, file: Path) -> str:
     return text_roofline(points, best.peak_flops_s, chip.bandwidth_bytes_s, title, 80)
 
 
-def _document(planned: Plan, costs: CostModel, runs: dict[int, RunForecast]) -> dict[str, Any]:
-    """Return everything the text shows as JSON-ready values."""
-    arch, runnable = planned.architecture, planned.runnable
-    plans = [_plan_document(candidate, runs[rank]) for rank, candidate in enumerate(planned.result.plans)]
-    return {
-        "recipe": planned.name,
-        "model": {
-            **asdict(arch),
-            "parameters": parameters(arch),
-            "active_parameters": active_parameters(arch),
-            "flops_per_token": flops_per_token(arch, planned.seq),
-            "flops_per_token_full_attention": flops_per_token_full_attention(arch, planned.seq),
-        },
-        "seq": planned.seq,
-        "batch": planned.batch,
-        "cluster": planned.cluster.as_dict() | {"devices": planned.cluster.devices},
-        "fidelity": planned.fidelity,
-        "parameters_used": asdict(costs.parameters),
-        "best": plans[0],
-        "plans": plans,
-        "runnable": None if runnable is None else _plan_document(runnable, run_of(planned, runnable)),
-        "run": plans[0]["run"],
-        "search": {
-            "tried": planned.result.tried,
-            "pruned_by_memory": planned.result.pruned_by_memory,
-            "estimated": planned.result.estimated,
-        },
-    }
-
-
-def _plan_document(candidate: RankedPlan, run: RunForecast) -> dict[str, Any]:
-    estimate, memory = candidate.estimate, candidate.estimate.memory
-    settings = estimate.settings
-    return {
-        "mesh": asdict(settings.mesh),
-        "devices": settings.mesh.devices,
-        "microbatch": settings.microbatch,
-        "microbatches": settings.microbatches,
-        "zero": settings.zero,
-        "recompute": settings.recompute,
-        "recompute_blocks": settings.recompute_blocks,
-        "keeps_weights": settings.keeps_weights,
-        "reduces_each": settings.reduces_each,
-        "schedule": settings.schedule,
-        "chunks": settings.chunks,
-        "stages": settings.stages,
-        "precision": settings.precision,
-        "reason": candidate.reason,
-        "runnable": candidate.runnable,
-        "step_s": estimate.step.seconds,
-        "tokens_s": estimate.tokens_s,
-        "tokens_s_per_device": estimate.tokens_s_per_device,
-        "mfu": estimate.mfu,
-        "mfu_full_attention": estimate.mfu_full_attention,
-        "peak_flops_s": estimate.peak_flops_s,
-        "accounts": dict(estimate.step.accounts),
-        "exposed": dict(estimate.step.exposed),
-        "bubble_share": estimate.step.bubble_share,
-        "memory": {**asdict(memory), "allocated": memory.allocated, "total": memory.total, "fits": memory.fits},
-        "run": _run_document(run),
-    }
-
-
-def _run_document(run: RunForecast) -> dict[str, Any]:
-    goodput = {**vars(run.goodput), "accounts": dict(run.goodput.accounts)}
-    values = {key: getattr(run, key) for key in ("steps", "tokens", "seconds", "days", "device_hours", "cost")}
-    storage = asdict(run.storage) | {"kept": run.storage.kept, "peak_bytes": run.storage.peak_bytes}
-    return {**values, "price_per_device_hour": run.price_per_device_hour, "goodput": goodput, "storage": storage}
-
-
-# -- several clusters
-
-
 def _sweep(request: _Request, text: str, json: bool) -> None:
     nodes = parse_sweep(text)
     with _progress() as tell:
@@ -563,24 +488,13 @@ def _sweep(request: _Request, text: str, json: bool) -> None:
             lambda done, of: tell(f"planning for {plural(nodes[done], 'node')}", done, of),
         )
     if json:
-        print_json({"recipe": request.recipe.name, "points": [_point_document(points, point) for point in points]})
+        print_json({"recipe": request.recipe.name, "points": [point_document(points, point) for point in points]})
         return
     cluster_option = f"--on {request.cluster.chip.name}x{request.cluster.per_node}x{nodes[-1]}"
     if request.file_of_cluster is not None:
         cluster_option = f"--cluster {request.file_of_cluster}"
     command = f"headway plan {request.file} {cluster_option}"
     print("\n".join(sweep_lines(points, command)))
-
-
-def _point_document(points: tuple[ScalingPoint, ...], point: ScalingPoint) -> dict[str, Any]:
-    planned = point.plan
-    return {
-        "nodes": point.nodes,
-        "devices": point.devices,
-        "scaling": efficiency(points, point),
-        "plan": None if planned is None else _plan_document(planned.best, planned.run),
-        "reason": point.reason or None,
-    }
 
 
 def _against(file: Path, calibrate: int | None, seed: int, json: bool) -> None:

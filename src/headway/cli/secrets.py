@@ -1,4 +1,4 @@
-"""`headway secrets`: values that jobs of a tenant get, and that nobody is shown."""
+"""`headway secrets`: values that jobs of a tenant get, and that are never shown."""
 
 import sys
 import time

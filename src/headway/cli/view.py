@@ -21,6 +21,7 @@ from rich.text import Text
 from headway.agent import Attempt
 from headway.cli.text import count, duration, short_seconds
 from headway.track import RunFolder, RunPlan, Tail, record_path
+from headway.track.accounts import SPANS
 from headway.track.divergence import LossMonitor
 
 PLAIN_EVERY_S = 5.0
@@ -31,20 +32,6 @@ NOTICES = 3
 """Notices shown at a time on a terminal."""
 GIB = 2**30
 """What data sheets call a "GB" of device memory."""
-ACCOUNTS = {
-    "startup": "start-up",
-    "context": "start-up",
-    "restore": "start-up",
-    "buffers": "start-up",
-    "compile": "compile",
-    "checkpoint": "checkpoint stall",
-    "evaluation": "evaluation",
-    "generate": "generation",
-    "score": "scoring",
-    "sync": "weight sync",
-    "idle": "rollout wait",
-}
-
 _NUMBERS = (
     ("loss", "loss {:.4f}"),
     ("accuracy", "accuracy {:.0%}"),
@@ -146,7 +133,7 @@ class LiveStatus:
             case "begin":
                 self._open[event["name"]] = event["t"]
             case "end-span" if event["name"] in self._open:
-                account = ACCOUNTS.get(event["name"])
+                account = SPANS.get(event["name"])
                 if account:
                     self._add_overhead(account, event["t"] - self._open.pop(event["name"]))
 

@@ -37,7 +37,7 @@ WARPS = 8
 
 
 class Float8(NamedTuple):
-    """A matrix [M, K] in float8; codes that nobody needs are empty."""
+    """A matrix [M, K] in float8; codes that are not needed are empty."""
 
     codes: Tensor
     """[M, K]."""

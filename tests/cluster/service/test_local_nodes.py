@@ -75,8 +75,10 @@ def test_forgotten_nodes_give_their_jobs_up(stores: list[ServiceStore]) -> None:
 def test_nodes_that_have_joined_from_elsewhere_do_not_stand_in_the_way(stores: list[ServiceStore]) -> None:
     plane = start(stores[0], emulated_nodes("1x4"), "--emulate 1x4")
     plane.sync(NodeReport("node-1"))
-    plane.submit(LaunchRequest("job", ("true",), Path("/tmp")))
+    job = plane.submit(LaunchRequest("job", ("true",), Path("/tmp")))
     run_cycle(plane, InProcessDecider())
     with stores[0].write() as transaction:
         transaction.execute(node_conditions.update().values(fingerprint="ab"))
-    start(stores[0], [], "--no-local-node")
+    plane = start(stores[0], [], "--no-local-node")
+    (wanted,) = plane.sync(NodeReport("node-1"), "ab").starts
+    assert (wanted.key, wanted.action) == (f"{job}:1:0", "run")

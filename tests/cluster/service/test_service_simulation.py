@@ -44,7 +44,8 @@ def check_record(world: World) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_happens_each_job_runs_and_ends_once(tmp_path: Path, seed: int) -> None:
-    lived(tmp_path, seed, 120)
+    world = lived(tmp_path, seed, 120)  # which checks what must hold after every event
+    assert world.seen["started"] > 0
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def _numbers(path: Path) -> tuple[int, ...]:
 
 
 def replace_file(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a file atomically: readers see the old content or the new. Nobody else can ever open a private one."""
+    """Write a file atomically: readers see the old content or the new. Only its owner can read a private one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     if private:
         partial.unlink(missing_ok=True)

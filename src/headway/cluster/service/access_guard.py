@@ -3,7 +3,7 @@
 1. The Host header must name this machine: a page of another site, whose name was rebound to 127.0.0.1, has its own.
 2. A request may not be larger than MOST_BYTES, and must have arrived after BODY_S.
 3. The token must be known and valid: that of a user, or that of nodes for what only nodes may do.
-4. Nobody may ask more often than the rate limit, nor try wrong tokens more often than FAILURES_PER_S.
+4. Requests per token are limited, and so are wrong tokens per address (FAILURES_PER_S).
 5. The user's role and the token's scopes must cover what the route needs (roles.py). What a user may see is its
    tenants': routes ask for them with the Principal that is handed on.
 """
@@ -52,7 +52,7 @@ class GuardSettings:
 
 
 class AccessGuard:
-    """Refuses requests from elsewhere, of nobody, too many, and those that their user may not make."""
+    """Refuses foreign, unauthenticated and excess requests, and those that their user may not make."""
 
     def __init__(self, app: ASGIApp, accounts: Accounts, settings: GuardSettings) -> None:
         self._app, self._accounts, self._settings = app, accounts, settings

@@ -46,7 +46,10 @@ class Accounts:
         self._load()
 
     def _load(self) -> None:
-        with self._store.lock, self._store.read() as connection:  # the lock: nobody else's older state comes later
+        with (
+            self._store.lock,
+            self._store.read() as connection,
+        ):  # no older rows from a concurrent load
             self._users = {
                 row.name: User(row.name, row.role, row.tenant, row.created) for row in connection.execute(select(users))
             }

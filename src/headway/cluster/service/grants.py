@@ -16,7 +16,7 @@ from headway.cluster.scheduler.snapshot import ClusterSnapshot
 
 STOPS = ("stop", "move", "resize")
 """Decisions by which a job saves and stops. One that is resized starts again in its new size, which the next cycles
-choose: until it has exited, nobody can tell which GPUs are free."""
+choose: until it has exited, it is not known which GPUs are free."""
 Grant = tuple[tuple[str, tuple[str, ...]], ...]
 """Nodes and the ids of the GPUs used on each, in order of their ranks."""
 

@@ -11,7 +11,7 @@ LONGEST_LOOK_S = 15.0
 def node_state(*, reports: bool, fenced: bool, cordoned: bool, problems: Sequence[str]) -> str:
     """The state of a node, as the scheduler knows states: only a healthy one gets new jobs.
 
-    `fenced`: something runs there that nobody wants any more, since it was given up."""
+    `fenced`: something still runs there that was given up."""
     if not reports or fenced:
         return "draining"
     if problems:

@@ -30,7 +30,7 @@ class RankResult:
     reported: int | None = None
     """Exit status of the whole job, if the command knew it."""
     given_up: bool = False
-    """Whether its node was silent for too long: nobody knows how it ended."""
+    """Whether its node was silent for too long: how it ended is not known."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def names_of_files(request: LaunchRequest) -> list[str]:
 def write_secret_files(folder: Path, values: Mapping[str, str], user: pwd.struct_passwd | None) -> dict[str, str]:
     """Write each value to a private file, and return the variables that name them: NAME_FILE for NAME.
 
-    The folder becomes the user's when all is in it: before, nobody else can put links there."""
+    The folder becomes the user's when all is in it: until then, no other user can put links there."""
     remove_scratch(folder)
     folder.parent.mkdir(mode=0o711, exist_ok=True)
     folder.mkdir(mode=0o700)

@@ -36,7 +36,7 @@ class Token:
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """A token with 256 random bits."""
     return PREFIX + secrets.token_urlsafe(32)
 
 

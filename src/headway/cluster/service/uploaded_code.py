@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from headway.errors import UsageError
 
 KEPT_S = 30 * 86400.0
-"""An archive that nobody has asked for since is removed."""
+"""An archive that was not requested for so long is removed."""
 MOST_FILES, MOST_UNPACKED = 20_000, 512 * 2**20
 _DIGEST = 64
 
