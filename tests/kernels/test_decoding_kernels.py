@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from headway.inference.sampler import _inverse, mixed_seeds, uniform
-from headway.kernels import matrix_vector, sequential_linear
+from headway.kernels import decode_rows, matrix_vector, sequential_linear
+from headway.kernels.decode_rows import GENERATED, LEFT, PAGES, POSITION, SOURCE, TOKEN
 from headway.kernels.sampling import draw, label_logprobs
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -139,3 +140,29 @@ def test_exact_attention_reduces_by_maxima_alone_on_a_gpu() -> None:
     reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', run.stdout, flags=re.DOTALL)
     assert len(reductions) >= 4
     assert not [body for body in reductions if "arith.maxnumf" not in body and "arith.maximumf" not in body]
+
+
+def test_a_row_without_passes_left_fills_up_the_batch() -> None:
+    """Rows with 1, 3 and 0 passes left in pages of 4 tokens, of which 9 is the scratch page; the last pages are full
+    after their sequences' last tokens."""
+    rows = torch.zeros(3, PAGES + 2, dtype=torch.int32)
+    rows[:, TOKEN] = torch.tensor([5, 6, 0])
+    rows[:, SOURCE] = torch.tensor([2, -1, -1])
+    rows[:, POSITION] = torch.tensor([7, 3, 0])
+    rows[:, GENERATED] = torch.tensor([4, 1, 0])
+    rows[:, LEFT] = torch.tensor([1, 3, 0])
+    rows[:, PAGES:] = torch.tensor([[3, 1], [2, 4], [9, 0]])
+    last = torch.tensor([10, 11, 12])
+    tokens, positions, slots = (torch.zeros(3, dtype=torch.int64) for _ in range(3))
+    lengths, draws = (torch.zeros(3, dtype=torch.int32) for _ in range(2))
+    passes = []
+    for _ in range(4):
+        decode_rows.begin(rows, last, tokens, positions, slots, lengths, draws, page=4, scratch=9)
+        passes.append([x.tolist() for x in (tokens, positions, slots, lengths, draws)])
+    scratch = 9 * 4
+    assert passes == [
+        [[12, 6, 0], [7, 3, 0], [1 * 4 + 3, 2 * 4 + 3, scratch], [8, 4, 1], [4, 1, 0]],
+        [[10, 11, 0], [0, 4, 0], [scratch, 4 * 4, scratch], [1, 5, 1], [5, 2, 0]],
+        [[10, 11, 0], [0, 5, 0], [scratch, 4 * 4 + 1, scratch], [1, 6, 1], [5, 3, 0]],
+        [[10, 11, 0], [0, 0, 0], [scratch, scratch, scratch], [1, 1, 1], [5, 4, 0]],
+    ]
