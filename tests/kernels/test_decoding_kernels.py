@@ -117,7 +117,7 @@ IR = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-from headway.kernels.paged_attention import _paged_kernel as kernel
+from headway.kernels.paged_triton import _paged_kernel as kernel
 for rows, warps, page in ((16, 2, 64), (128, 8, 0)):
     constants = dict(SHARE=2, SHARE_2=2, HEAD=64, HEAD_2=64, PAGE=page, ROWS=rows, KEYS=64, SPLITS=1, LEAST=64,
         WINDOWED=False, CAPPED=False, SUNK=False, IEEE=False, ORDERED=True, SUMS=page == 0, EARLY=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from headway.errors import ModelError
 from headway.kernels import dispatch as table
 from headway.kernels import exact_attention, exact_products, sequential_linear
-from headway.kernels.paged_attention import PagedTiling, causal_attention, exact_tiling, triton_attention
+from headway.kernels.paged_triton import PagedTiling, causal_attention, exact_tiling, triton_attention
 from headway.kernels.rms_norm import rms_norm
 from headway.kernels.rotary_store import HeadShape, rotate_and_store
 from headway.kernels.sampling import draw, label_logprobs

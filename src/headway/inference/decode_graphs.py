@@ -30,7 +30,7 @@ from headway.kernels.decode_rows import (
     SOURCE,
     TOKEN,
 )
-from headway.kernels.paged_attention import PagedBatch
+from headway.kernels.paged_batch import PagedBatch
 from headway.kernels.pointer_table import uploaded
 from headway.kernels.sampling import draw, new_sums
 

@@ -18,7 +18,8 @@ from headway.inference.kv_cache import PagedKvCache, PassCache
 from headway.kernels import batch_invariant, dispatch, matrix_vector, rotary_store, sequential_linear
 from headway.kernels.gated import swiglu
 from headway.kernels.inputs import float32_product
-from headway.kernels.paged_attention import fresh_attention, takes_heads, triton_attention
+from headway.kernels.paged_attention import fresh_attention
+from headway.kernels.paged_triton import takes_heads, triton_attention
 from headway.kernels.rms_norm import MAX_WIDTH, forward_early, rms_norm
 from headway.kernels.rotary_store import HeadShape
 from headway.models.decoder import Embedding

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.kernels.paged_attention import PagedBatch, paged_attention, store
+from headway.kernels.paged_attention import paged_attention, store
+from headway.kernels.paged_batch import PagedBatch
 
 Widths = tuple[tuple[int, int], tuple[int, int]]
 """Number and size of the heads that a layer caches per token, of keys and of values."""

@@ -15,7 +15,7 @@ from headway.inference.kv_cache import PagedKvCache, PassCache
 from headway.inference.sampler import Sampled, needs_host
 from headway.inference.scheduler import Chunk
 from headway.inference.sequence import UNKNOWN
-from headway.kernels.paged_attention import PagedBatch
+from headway.kernels.paged_batch import PagedBatch
 from headway.kernels.pointer_table import uploaded
 from headway.models import Decoder
 

@@ -18,7 +18,7 @@ from headway.inference.params import SamplingParams
 from headway.inference.runner import PagedRunner, Runner, WholeRunner
 from headway.inference.scheduler import Limits
 from headway.inference.text import TextStream
-from headway.kernels.paged_attention import takes_heads
+from headway.kernels.paged_triton import takes_heads
 from headway.models import Decoder
 from headway.models.exact import make_exact
 from headway.models.experts import Experts

@@ -1,8 +1,8 @@
 """The state of decoding on the device: a row of integers per sequence, which a pass reads and advances by one token.
 
 So several passes can follow each other without the host. Columns are int32; a seed takes two, temperatures are the bits
-of float32 numbers. A row that has no pass left, as its sequence ends before others do, fills up the batch: it attends to
-one token, and writes to the scratch page.
+of float32 numbers. A row that has no pass left, as its sequence ends before others do, fills up the batch: it attends
+to one token, and writes to the scratch page.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Plans a closed workload: requests that all arrive at once, until the last of them ends.
 
 The engine's schedule (`inference/scheduler.py`) by numbers of tokens: sequences that decode get a token each, prompts
-the rest of a pass; without prompts, several passes make a round, which ends where a sequence does if others wait for its
-place. As all requests are known, passes between two ends are one sum: each takes as long as that of mean length.
+the rest of a pass; without prompts, several passes make a round, which ends where a sequence does if others wait for
+its place. As all requests are known, passes between two ends are one sum: each takes as long as that of mean length.
 """
 
 import heapq
