@@ -120,7 +120,8 @@ import triton
 from headway.kernels.paged_triton import _paged_kernel as kernel
 for rows, warps, page in ((16, 2, 64), (128, 8, 0)):
     constants = dict(SHARE=2, SHARE_2=2, HEAD=64, HEAD_2=64, PAGE=page, ROWS=rows, KEYS=64, SPLITS=1, LEAST=64,
-        WINDOWED=False, CAPPED=False, SUNK=False, IEEE=False, ORDERED=True, SUMS=page == 0, EARLY=False)
+        WINDOWED=False, CAPPED=False, SUNK=False, IEEE=False, ORDERED=True, SUMS=page == 0, HEADS_FIRST=page > 0,
+        EARLY=False)
     floats = {"parts_ptr", "peak_ptr", "total_ptr"}
     halves = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "sinks_ptr"}
     types = {name: "constexpr" if name in constants else "*bf16" if name in halves else "*fp32" if name in floats

@@ -112,6 +112,19 @@ def test_kernel_in_the_interpreter(name: str, options: dict[str, Any]) -> None:
     check(draw(spans, heads, size, page, torch.float32), triton_attention, 1e-5, tiling=tiling, **options)
 
 
+def test_pages_may_keep_the_tokens_of_a_head_together() -> None:
+    """As those of a GPU do."""
+    q, keys, values, batch, _ = draw([(1, 9), (6, 21)], (4, 2), 16, 4, torch.float32)
+    truth = reference(q, keys, values, batch, 0.25)
+    turned = [torch.zeros(len(x), 2, 4, 16).transpose(1, 2) for x in (keys, values)]
+    places = torch.arange(keys.shape[0] * keys.shape[1])
+    for pages, x in zip(turned, (keys, values), strict=True):
+        store(x.flatten(0, 1), pages, places)
+        assert pages.stride(1) < pages.stride(2)
+    for run in (reference, triton_attention):
+        torch.testing.assert_close(run(q, *turned, batch, 0.25), truth)
+
+
 def test_tilings_fill_the_device() -> None:
     batch = draw([(1, 4096)], (8, 2), 4, 16, torch.float32)[3]
     assert cut(batch, 4, 2, 64, processors=132).splits * 2 <= 2 * 132

@@ -28,7 +28,11 @@ from headway.kernels.paged_triton import takes_heads, triton_attention
 
 def store(k_TKH: Tensor, pages_PZKH: Tensor, slots_T: Tensor) -> None:
     """Write keys or values of a pass into their pages."""
-    pages_PZKH.flatten(0, 1).index_copy_(0, slots_T, k_TKH.to(pages_PZKH.dtype))
+    k_TKH, size = k_TKH.to(pages_PZKH.dtype), pages_PZKH.shape[1]
+    if pages_PZKH.is_contiguous():
+        pages_PZKH.flatten(0, 1).index_copy_(0, slots_T, k_TKH)
+    else:
+        pages_PZKH[slots_T // size, slots_T % size] = k_TKH
 
 
 def paged_attention(

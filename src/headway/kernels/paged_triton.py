@@ -59,7 +59,7 @@ def cut(
         return PagedTiling(rows // _power_of_two(share), rows, keys, 1, 4)
     rows, programs = max(16, _power_of_two(share)), len(batch.lengths) * key_heads
     if exact:
-        return PagedTiling(1, rows, keys, 1, 2)
+        return PagedTiling(1, rows, keys, 1, 2 if 2 * processors <= programs <= 8 * processors else 4)
     splits, longest = 1, max(batch.lengths)
     while programs * splits < 2 * processors and longest >= keys * splits * 2 and splits < 32:
         splits *= 2
@@ -159,12 +159,18 @@ def _paged_kernel(
     SHARE: tl.constexpr, SHARE_2: tl.constexpr, HEAD: tl.constexpr, HEAD_2: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr, SUNK: tl.constexpr, IEEE: tl.constexpr, ORDERED: tl.constexpr, SUMS: tl.constexpr,
-    EARLY: tl.constexpr,
+    HEADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    program, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    key_heads = heads // SHARE
+    split = tl.program_id(1)
+    if HEADS_FIRST:
+        program, key_head = tl.program_id(0) // key_heads, tl.program_id(0) % key_heads
+    else:
+        programs = tl.num_programs(0) // key_heads
+        program, key_head = tl.program_id(0) % programs, tl.program_id(0) // programs
     sequence = tl.load(program_sequence_ptr + program)
     first = tl.load(program_first_ptr + program)
     start = tl.load(starts_ptr + sequence)
@@ -296,7 +302,7 @@ def triton_attention(
         parts = torch.empty((tiling.splits, *q_TNH.shape), dtype=torch.float32, device=q_TNH.device)
         peaks, totals = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q_TNH.device) for _ in range(2))
     options = {"launch_pdl": True} if early else {}
-    _paged_kernel[len(sequences), key_heads, tiling.splits](
+    _paged_kernel[len(sequences) * key_heads, tiling.splits](
         q_TNH, keys_PZKH, values_PZKH, out, parts, peaks, totals, q_TNH if sinks_N is None else sinks_N,
         sequences, firsts, batch.starts_S1, batch.lengths_S, batch.tables_SP, scale, softcap or 0.0, window or 0,
         *q_TNH.stride()[:2], *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], *out.stride()[:2],
@@ -337,7 +343,8 @@ def _constants(
         "SHARE": share, "SHARE_2": _power_of_two(share), "HEAD": size, "HEAD_2": max(16, _power_of_two(size)),
         "ROWS": tiling.rows, "KEYS": tiling.keys, "SPLITS": tiling.splits, "LEAST": tiling.least,
         "WINDOWED": window is not None, "CAPPED": softcap is not None, "SUNK": sinks_N is not None,
-        "IEEE": q_TNH.dtype == torch.float32, "num_warps": tiling.warps, "num_stages": tiling.stages,
+        "IEEE": q_TNH.dtype == torch.float32, "HEADS_FIRST": tiling.queries == 1,
+        "num_warps": tiling.warps, "num_stages": tiling.stages,
     }  # fmt: skip
 
 
@@ -364,7 +371,7 @@ def causal_attention(
     sums_NT = torch.empty(heads, tokens, dtype=torch.float32, device=q_TNH.device)
     lengths_S = starts_S1.diff()
     assert q_TNH.stride(2) == k_TKH.stride(2) == v_TKH.stride(2) == 1
-    _paged_kernel[len(programs[0]), k_TKH.shape[1], 1](
+    _paged_kernel[len(programs[0]) * k_TKH.shape[1], 1](
         q_TNH, k_TKH, v_TKH, out, sums_NT, sums_NT, sums_NT, q_TNH, *programs, starts_S1, lengths_S,
         starts_S1, scale, 0.0, window or 0, *q_TNH.stride()[:2], 0, *k_TKH.stride()[:2], 0, *v_TKH.stride()[:2],
         *out.stride()[:2], 0, heads, tokens, PAGE=0, ORDERED=True, SUMS=True,
