@@ -46,6 +46,11 @@ class PagedTiling(NamedTuple):
 
 EXACT_KEYS = 64
 """Keys of a tile in exact mode, where training and every pass of inference sum in the same order."""
+EXACT_SPAN = 512
+"""Keys of a span in exact mode: each is summed from zero, then joined to those before it. In decoding of few sequences
+a program has one span."""
+MOST_SPANS = 8192
+"""Programs beyond which spans have none of their own: most would find nothing to do in shorter sequences."""
 
 
 def cut(
@@ -58,9 +63,12 @@ def cut(
         rows = max(64 if head <= 128 else 32, _power_of_two(share))
         return PagedTiling(rows // _power_of_two(share), rows, keys, 1, 4)
     rows, programs = max(16, _power_of_two(share)), len(batch.lengths) * key_heads
-    if exact:
-        return PagedTiling(1, rows, keys, 1, 2 if 2 * processors <= programs <= 8 * processors else 4)
     splits, longest = 1, max(batch.lengths)
+    if exact:
+        spans = -(-longest // EXACT_SPAN)
+        if programs < 2 * processors and programs * spans <= MOST_SPANS:
+            return PagedTiling(1, rows, keys, spans, 2)
+        return PagedTiling(1, rows, keys, 1, 2 if programs <= 8 * processors else 4)
     while programs * splits < 2 * processors and longest >= keys * splits * 2 and splits < 32:
         splits *= 2
     return PagedTiling(1, rows, keys, splits, 2, 3, keys)
@@ -80,18 +88,37 @@ def _sum_of_pairs(x):
 
 
 @triton.jit
+def _joined(acc, total, peak, more_acc, more_total, more_peak):
+    """Join sums over later keys to those over earlier ones: each operation is written out, so that none is fused in one
+    kernel and not in another."""
+    new_peak = tl.maximum(peak, more_peak)
+    base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # nothing seen yet
+    shrink, more_shrink = tl.exp2(peak - base), tl.exp2(more_peak - base)
+    acc = tl.fma(acc, tl.zeros_like(acc) + shrink[:, None], more_acc * more_shrink[:, None])
+    return acc, tl.fma(total, shrink, more_total * more_shrink), new_peak
+
+
+@triton.jit
 def _attend_tiles(
-    q, acc, total, peak, low, high, last, position, table_ptr, k_ptr, v_ptr, scale, softcap, window,
-    k_stride_p, k_stride_z, v_stride_p, v_stride_z,
+    q, acc, total, peak, spans_acc, spans_total, spans_peak, low, high, last, position, table_ptr, k_ptr, v_ptr,
+    scale, softcap, window, k_stride_p, k_stride_z, v_stride_p, v_stride_z,
     HEAD: tl.constexpr, HEAD_2: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, IEEE: tl.constexpr, ORDERED: tl.constexpr, MASKED: tl.constexpr,
+    CAPPED: tl.constexpr, IEEE: tl.constexpr, ORDERED: tl.constexpr, SPAN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Go through the tiles of keys from `low` to `high`; without MASKED, every query sees all of them.
 
-    If ORDERED, the weights of all tiles are added up by place in their tile: `_sum_of_pairs` joins them at the end.
+    If ORDERED, the weights of all tiles are added up by place in their tile: `_sum_of_pairs` joins them at the end of a
+    span, whose sums then join those of the spans before it.
     """
     size = tl.arange(0, HEAD_2)
     for tile in range(low, high, KEYS):
+        if SPAN > 0:  # noqa: SIM102  (one is known when compiled)
+            if tile % SPAN == 0:
+                spans_acc, spans_total, spans_peak = _joined(
+                    spans_acc, spans_total, spans_peak, acc, _sum_of_pairs(total), peak
+                )
+                acc, total = tl.zeros_like(acc), tl.zeros_like(total)
+                peak = tl.zeros_like(peak) - float("inf")
         place = tile + tl.arange(0, KEYS)
         inside = place < last
         if PAGE == 0:  # keys lie one after another
@@ -146,7 +173,7 @@ def _attend_tiles(
         else:
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
         peak = new_peak
-    return acc, total, peak
+    return acc, total, peak, spans_acc, spans_total, spans_peak
 
 
 # Counts differ from pass to pass: a kernel compiled for each kind of number would take seconds amid serving.
@@ -158,7 +185,8 @@ def _paged_kernel(
     out_stride_t, out_stride_n, tables_stride, heads, tokens,
     SHARE: tl.constexpr, SHARE_2: tl.constexpr, HEAD: tl.constexpr, HEAD_2: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, SUNK: tl.constexpr, IEEE: tl.constexpr, ORDERED: tl.constexpr, SUMS: tl.constexpr,
+    CAPPED: tl.constexpr, SUNK: tl.constexpr, IEEE: tl.constexpr, ORDERED: tl.constexpr, SPAN: tl.constexpr,
+    SUMS: tl.constexpr,
     HEADS_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
@@ -197,9 +225,13 @@ def _paged_kernel(
         begin = tl.maximum(length - count + first - window + 1, 0) // KEYS * KEYS
     low, high = begin, last
     if SPLITS > 1:
-        each = tl.maximum(tl.cdiv(tl.cdiv(last - begin, SPLITS), KEYS) * KEYS, LEAST)
-        low = begin + split * each
-        high = tl.minimum(low + each, last)
+        if SPAN > 0:
+            low = tl.maximum(begin, split * SPAN)
+            high = tl.minimum((split + 1) * SPAN, last)
+        else:
+            each = tl.maximum(tl.cdiv(tl.cdiv(last - begin, SPLITS), KEYS) * KEYS, LEAST)
+            low = begin + split * each
+            high = tl.minimum(low + each, last)
 
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -210,6 +242,8 @@ def _paged_kernel(
             peak = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             total += 1.0
     acc = tl.zeros([ROWS, HEAD_2], tl.float32)
+    spans_acc, spans_total = tl.zeros([ROWS, HEAD_2], tl.float32), tl.zeros([ROWS], tl.float32)
+    spans_peak = tl.full([ROWS], -float("inf"), tl.float32)
     if PAGE == 0:
         k_ptr += start.to(tl.int64) * k_stride_z
         v_ptr += start.to(tl.int64) * v_stride_z
@@ -221,18 +255,20 @@ def _paged_kernel(
     if not WINDOWED:
         middle = tl.minimum(high, length - count + first + 1) // KEYS * KEYS
         middle = tl.maximum(middle, low)
-        acc, total, peak = _attend_tiles(
-            q, acc, total, peak, low, middle, high, position, table_ptr, k_ptr, v_ptr, scale, softcap, window,
-            k_stride_p, k_stride_z, v_stride_p, v_stride_z,
-            HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, ORDERED, False,
+        acc, total, peak, spans_acc, spans_total, spans_peak = _attend_tiles(
+            q, acc, total, peak, spans_acc, spans_total, spans_peak, low, middle, high, position, table_ptr, k_ptr,
+            v_ptr, scale, softcap, window, k_stride_p, k_stride_z, v_stride_p, v_stride_z,
+            HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, ORDERED, SPAN, False,
         )  # fmt: skip
-    acc, total, peak = _attend_tiles(
-        q, acc, total, peak, middle, high, high, position, table_ptr, k_ptr, v_ptr, scale, softcap, window,
-        k_stride_p, k_stride_z, v_stride_p, v_stride_z,
-        HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, ORDERED, True,
+    acc, total, peak, spans_acc, spans_total, spans_peak = _attend_tiles(
+        q, acc, total, peak, spans_acc, spans_total, spans_peak, middle, high, high, position, table_ptr, k_ptr,
+        v_ptr, scale, softcap, window, k_stride_p, k_stride_z, v_stride_p, v_stride_z,
+        HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, ORDERED, SPAN, True,
     )  # fmt: skip
     if ORDERED:
         total = _sum_of_pairs(total)
+        if SPAN > 0 and SPLITS == 1:
+            acc, total, peak = _joined(spans_acc, spans_total, spans_peak, acc, total, peak)
 
     if SPLITS == 1:
         if SUMS:
@@ -307,12 +343,41 @@ def triton_attention(
         sequences, firsts, batch.starts_S1, batch.lengths_S, batch.tables_SP, scale, softcap or 0.0, window or 0,
         *q_TNH.stride()[:2], *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], *out.stride()[:2],
         batch.tables_SP.stride(0), heads, tokens,
-        PAGE=keys_PZKH.shape[1], ORDERED=exact, SUMS=False,
+        PAGE=keys_PZKH.shape[1], ORDERED=exact, SPAN=EXACT_SPAN if exact else 0, SUMS=False,
         **_constants(q_TNH, heads // key_heads, tiling, window, softcap, sinks_N), EARLY=early, **options,
     )  # fmt: skip
-    if tiling.splits > 1:
+    if tiling.splits > 1 and exact:
+        _join_spans_kernel[(tokens * heads,)](
+            parts, peaks, totals, out, batch.lengths_S, tokens * heads, heads, HEAD=size,
+            HEAD_2=max(16, _power_of_two(size)), SPAN=EXACT_SPAN, EARLY=early, num_warps=1, **options,
+        )  # fmt: skip
+    elif tiling.splits > 1:
         join_splits(parts, peaks, totals, out, early=early)
     return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _join_spans_kernel(
+    parts_ptr, peak_ptr, total_ptr, out_ptr, lengths_ptr, rows, heads,
+    HEAD: tl.constexpr, HEAD_2: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Join the spans of a row in their order, as the kernel does that has all of them."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    spans = tl.cdiv(tl.load(lengths_ptr + row // heads), SPAN)
+    one, size = tl.arange(0, 1), tl.arange(0, HEAD_2)
+    acc, total = tl.zeros([1, HEAD_2], tl.float32), tl.zeros([1], tl.float32)
+    peak = tl.full([1], -float("inf"), tl.float32)
+    for span in range(0, spans):
+        place = span * rows + row + one
+        more_peak = tl.load(peak_ptr + place)
+        inside = (more_peak > -float("inf"))[:, None] & (size < HEAD)[None, :]
+        more_acc = tl.load(parts_ptr + place[:, None] * HEAD + size[None, :], mask=inside, other=0.0)
+        acc, total, peak = _joined(acc, total, peak, more_acc, tl.load(total_ptr + place), more_peak)
+    out = acc / total[:, None]
+    tl.store(out_ptr + (row + one)[:, None] * HEAD + size[None, :], out, mask=(size < HEAD)[None, :])
 
 
 def _warps_of_join(size: int, splits: int) -> int:
@@ -374,7 +439,7 @@ def causal_attention(
     _paged_kernel[len(programs[0]) * k_TKH.shape[1], 1](
         q_TNH, k_TKH, v_TKH, out, sums_NT, sums_NT, sums_NT, q_TNH, *programs, starts_S1, lengths_S,
         starts_S1, scale, 0.0, window or 0, *q_TNH.stride()[:2], 0, *k_TKH.stride()[:2], 0, *v_TKH.stride()[:2],
-        *out.stride()[:2], 0, heads, tokens, PAGE=0, ORDERED=True, SUMS=True,
+        *out.stride()[:2], 0, heads, tokens, PAGE=0, ORDERED=True, SPAN=EXACT_SPAN, SUMS=True,
         **_constants(q_TNH, share, tiling, window, None, None), EARLY=False,
     )  # fmt: skip
     return out, sums_NT
