@@ -60,13 +60,13 @@ class EngineConstants:
     """Share of it at which paged attention reads keys and values: 4.08 TB/s."""
     products: float = 0.681
     """Share of the chip's peak that products sustain."""
-    row_kernel_s: float = 2.29e-6
+    row_kernel_s: float = 2.38e-6
     """Floor of a kernel in a pass of one token."""
-    kernel_s: float = 4.05e-6
+    kernel_s: float = 4.17e-6
     """Floor of a kernel in any other pass."""
     host_s: float = 6.82e-6
     """Host seconds per sequence of a round that the device waits for: 0.25 s over 256 sequences, in shorter rounds."""
-    program_bytes_s: float = 34.1e9
+    program_bytes_s: float = 36.2e9
     """Bytes per second that a program reads, which bounds exact mode where few programs have work."""
 
 
