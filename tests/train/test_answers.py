@@ -59,7 +59,15 @@ class ScriptedEngine(TextEngine):
         self.left = dict[str, list[int]]()
         self.prompts = list[tuple[str, list[int], SamplingParams]]()
 
-    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams, adapter: str | None = None) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        adapter: str | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
         """See TextEngine."""
         self.prompts.append((request_id, prompt_ids, params))
         # Bytes one by one: not the tokens that the tokenizer would give the text.

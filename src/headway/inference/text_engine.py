@@ -17,7 +17,7 @@ from headway.inference.load import LoadedModel
 from headway.inference.params import SamplingParams
 from headway.inference.runner import PagedRunner, Runner, WholeRunner
 from headway.inference.scheduler import Limits
-from headway.inference.text import TextStream
+from headway.inference.text import TextStream, WholeText
 from headway.kernels.paged_attention import takes_heads
 from headway.models import Decoder
 from headway.models.exact import make_exact
@@ -140,7 +140,7 @@ class TextEngine:
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self.loaded = loaded
         self.engine = make_engine(loaded, options or EngineOptions())
-        self._streams: dict[tuple[str, int], TextStream] = {}
+        self._streams: dict[tuple[str, int], TextStream | WholeText] = {}
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt; an empty one starts a document."""
@@ -167,15 +167,28 @@ class TextEngine:
         tokenizer = self.loaded.tokenizer
         return "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams, adapter: str | None = None) -> None:
-        """Queue a request, for the model with one of its adapters."""
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        adapter: str | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
+        """Queue a request, for the model with one of its adapters. If `whole`, its text comes with its end; it may have
+        no stop texts then."""
+        assert not (whole and params.stop), "stop texts are looked for in a stream"
         if params.stop and self.loaded.tokenizer is None:
             raise RequestError(f"{self.loaded.name} has no tokenizer", hint="use stop_token_ids instead of stop")
         self.engine.add(request_id, prompt_ids, params, self._number(adapter))
         decode = partial(self.decode, skip_special_tokens=params.skip_special_tokens)
         for index in range(params.n):
-            stream = TextStream(decode, prompt_ids, params.stop, params.include_stop)
-            self._streams[request_id, index] = stream
+            self._streams[request_id, index] = (
+                WholeText(decode, prompt_ids)
+                if whole
+                else TextStream(decode, prompt_ids, params.stop, params.include_stop)
+            )
 
     def _number(self, adapter: str | None) -> int:
         adapters = self.loaded.adapters

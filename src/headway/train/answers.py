@@ -176,7 +176,7 @@ class AnswerSampler:
         room = self._rl.max_tokens - len(answer.token_ids)
         turn = len(answer.turns)
         params = sampling_params(self._rl, self._seed, answer.request, turn=turn, room=room, greedy=greedy)
-        self.engine.add(name, [*answer.request.prompt.ids, *answer.token_ids], params)
+        self.engine.add(name, [*answer.request.prompt.ids, *answer.token_ids], params, whole=True)
 
     # -- an environment
 
