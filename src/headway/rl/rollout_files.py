@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,6 +57,9 @@ class RolloutBatch:
     """Sample of the run that the next batch begins with."""
     rollouts: tuple[Rollout, ...]
     """By sample, then by answer."""
+
+
+_FIELDS = tuple(field.name for field in fields(Rollout))
 
 
 class RolloutFiles:
@@ -269,7 +272,9 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _row_of(rollout: Rollout) -> dict[str, Any]:
-    return asdict(rollout)
+    # asdict copies every token: 1.5 s for 512 answers of 560 tokens.
+    row = {name: getattr(rollout, name) for name in _FIELDS}
+    return row if rollout.score is None else {**row, "score": asdict(rollout.score)}
 
 
 def _rollout_of(row: Mapping[str, Any]) -> Rollout:
