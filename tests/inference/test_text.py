@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.tokenizer import TextTokenizer, train_tokenizer
-from headway.inference.text import TextStream, WholeText, text_pieces
+from headway.inference.text import TextStream, text_after, text_pieces
 from thinned import examples
 
 
@@ -31,9 +31,8 @@ def test_pieces_add_up_to_the_text(tokenizer: TextTokenizer, text: str, cut: int
 @given(text=st.text(max_size=60), cut=st.integers(0, 20), end=st.integers(0, 200))
 def test_a_whole_text_is_that_of_its_pieces(tokenizer: TextTokenizer, text: str, cut: int, end: int) -> None:
     ids = [int(i) for i in tokenizer.encode(text)][:end]  # which may end, or begin, within a character
-    stream = WholeText(tokenizer.decode, ids[:cut])
-    assert all(stream.add(token) == "" for token in ids[cut:])
-    assert stream.end() == "".join(text_pieces(ids[cut:], tokenizer.decode, before=ids[:cut]))
+    pieces = text_pieces(ids[cut:], tokenizer.decode, before=ids[:cut])
+    assert text_after(ids[:cut], ids[cut:], tokenizer.decode) == "".join(pieces)
 
 
 def test_half_characters_wait_for_the_rest(tokenizer: TextTokenizer) -> None:

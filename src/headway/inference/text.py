@@ -63,25 +63,11 @@ class TextStream:
         return text
 
 
-class WholeText:
-    """Decodes the tokens of one output at its end, once, for a reader of whole texts: two decodings per token, as of a
-    stream, take the host about as long as a GPU takes for the tokens of hundreds of sequences."""
-
-    stopped = False
-    """No stop text is looked for."""
-
-    def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
-        self._decode, self._ids = decode, list(before)[-WINDOW:]
-        self._shown = len(decode(self._ids)) if self._ids else 0
-
-    def add(self, token: int) -> str:
-        """Keep a token; no text comes yet."""
-        self._ids.append(token)
-        return ""
-
-    def end(self) -> str:
-        """Return the text."""
-        return self._decode(self._ids)[self._shown :]
+def text_after(before: Sequence[int], ids: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+    """Return the text of tokens that follow others: what a stream of them adds up to, decoded once."""
+    window = list(before)[-WINDOW:]
+    shown = len(decode(window)) if window else 0
+    return decode([*window, *ids])[shown:]
 
 
 def text_pieces(ids: Iterable[int], decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> Iterator[str]:
