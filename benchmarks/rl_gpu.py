@@ -189,7 +189,8 @@ def print_table(results: Sequence[dict[str, Any]]) -> None:
         mismatch = f"{row['mismatches'][-1]:.3g}" if "mismatches" in row else ""
         cells = (
             f"{row['step_s']:.2f}", f"{row['samples_s']:.2f}", _number(row, "generate_s"), _number(row, "train_s"),
-            _number(row, "parts_s"), _number(row, "overhead", 3), _number(row, "sync_ms"), mismatch, f"{row['gib']:.1f}",
+            _number(row, "parts_s"), _number(row, "overhead", 3), _number(row, "sync_ms"), mismatch,
+            f"{row['gib']:.1f}",
         )  # fmt: skip
         print(f"| {name} | {' | '.join(cells)} |")
     ours = [row for name, row in by_way.items() if name.startswith("headway") and not name.endswith("exact")]
