@@ -16,7 +16,7 @@ from headway.data.prompts import Prompt
 from headway.errors import RequestError
 from headway.inference import EngineOptions, LoadedModel, SamplingParams, TextEngine
 from headway.inference.chat import render_after_turn
-from headway.inference.engine import Output, TokenLogprobs
+from headway.inference.engine import Output, WholeOutput
 from headway.inference.text_engine import TextOutput
 from headway.models import empty_decoder, init_weights
 from headway.recipe import Model
@@ -56,16 +56,25 @@ class ScriptedEngine(TextEngine):
 
     def __init__(self, script: Callable[[str], str]) -> None:
         self.loaded, self._script = loaded(), script
-        self.left = dict[str, list[int]]()
+        self.left, self.written = dict[str, list[int]](), dict[str, tuple[int, ...]]()
         self.prompts = list[tuple[str, list[int], SamplingParams]]()
 
-    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams, adapter: str | None = None) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        adapter: str | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
         """See TextEngine."""
         self.prompts.append((request_id, prompt_ids, params))
         # Bytes one by one: not the tokens that the tokenizer would give the text.
         text = self._script(TOKENIZER.decode(prompt_ids))
         ids = [TOKENIZER.raw.token_to_id(letter) for letter in text.replace(" ", "Ġ")]
         self.left[request_id] = [*ids, END][: params.max_tokens]
+        self.written[request_id] = tuple(self.left[request_id])
 
     @property
     def busy(self) -> bool:
@@ -75,13 +84,13 @@ class ScriptedEngine(TextEngine):
     def step(self) -> list[TextOutput]:
         """See TextEngine."""
         outputs = []
-        for name, ids in list(self.left.items()):
-            token, *rest = ids
-            finish = None if rest else "stop" if token == END else "length"
-            output = Output(name, 0, token, finish, TokenLogprobs(-1.0 - token / 1000, {}))
-            outputs.append(TextOutput(output, self.decode([token], skip_special_tokens=True)))
-            self.left[name] = rest
-            if finish is not None:
+        for name, left in list(self.left.items()):
+            left.pop()
+            if not left:
+                ids = self.written[name]
+                whole = WholeOutput(ids, tuple(-1.0 - token / 1000 for token in ids))
+                output = Output(name, 0, None, "stop" if ids[-1] == END else "length", whole=whole)
+                outputs.append(TextOutput(output, self.decode([*ids], skip_special_tokens=True)))
                 del self.left[name]
         return outputs
 

@@ -201,6 +201,10 @@ def attend_all(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, grouped: bool) -> Tensor:
     causal = mask is None and q.shape[2] > 1
+    if mask is not None and grouped and q.is_cuda:
+        # With a mask, only PyTorch's plain path takes grouped heads: scores of all pairs in float32.
+        share = q.shape[1] // k.shape[1]
+        k, v, grouped = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1), False
     return nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
