@@ -12,13 +12,13 @@ Headway's are (`diffusers whole` compiles the model at once).
     headway deterministic   the same with train.deterministic
     headway selective       the same with train.recompute = "selective"
     headway fed             latents and text states from files, noise drawn per step: what the device waits for data
-    headway fused           the same with the kernels of `kernels.dispatch.UNMEASURED`; `--variants modulation heads
-                            gelu` measures each by itself too, which says which of them to make the default
+    headway unfused         the same without the kernels of `kernels.dispatch.OF_DIFFUSION`
+    headway without KERNEL  the same without one of them: `--variants modulation heads gelu`
 
 A process imports what it needs while the one before it measures. In two minutes:
 
     python benchmarks/diffusion_gpu.py --rows "wan 17,160 tokens" "dit-xl/2 256" --seconds 3 --limit-s 105 \\
-        --ways headway "headway fused" "diffusers compiled"
+        --ways headway "headway unfused" "diffusers compiled"
 
 The planned time is `headway plan`'s for an H200. Results are written after each way; ways that the limit leaves no time
 for are listed. The memory is the largest that the device's allocator held. `--rows tiny --device cpu` is a smoke test.
@@ -46,15 +46,18 @@ WAN = {"family": "wan", "layers": 30, "dim": 1536, "heads": 12, "hidden": 8960, 
 ROWS: dict[str, dict[str, Any]] = {
     "wan 17,160 tokens": {
         "model": WAN, "shape": (16, 11, 60, 104), "batch": 1,
-        "ways": ("headway", "headway fused", "diffusers compiled", "headway deterministic", "headway fed", "diffusers"),
+        "ways": (
+            "headway", "headway unfused", "diffusers compiled", "headway deterministic", "headway fed", "diffusers",
+        ),
     },
     "wan 32,760 tokens": {
         "model": WAN, "shape": (16, 21, 60, 104), "batch": 1, "peer_recomputes": True,
-        "ways": ("headway", "headway fused", "diffusers compiled", "diffusers"),
+        "ways": ("headway", "headway unfused", "diffusers compiled", "diffusers"),
     },
     "dit-xl/2 256": {
         "model": {"family": "dit", "layers": 28, "dim": 1152, "heads": 16, "num_classes": 1000, "base_size": 32},
-        "shape": (4, 1, 32, 32), "batch": 256, "ways": ("headway", "headway fused", "diffusers compiled", "diffusers"),
+        "shape": (4, 1, 32, 32), "batch": 256,
+        "ways": ("headway", "headway unfused", "diffusers compiled", "diffusers"),
     },
     "tiny": {
         "model": WAN | {"layers": 2, "dim": 48, "heads": 2, "hidden": 96, "text_dim": 32, "text_tokens": 16},
@@ -63,11 +66,18 @@ ROWS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "fused": ("modulation", "heads", "gelu"), "modulation": ("modulation",), "heads": ("heads",), "gelu": ("gelu",),
+    "unfused": ("modulation", "heads", "gelu"), "modulation": ("modulation",), "heads": ("heads",), "gelu": ("gelu",),
 }  # fmt: skip
-"""Kernels of diffusion blocks that are tried, by the name of a variant."""
+"""Kernels of diffusion blocks to leave to the compiler, by the name of a variant."""
+
+
+def variant_way(name: str) -> str:
+    """Return the way of a variant."""
+    return "headway unfused" if name == "unfused" else f"headway without {name}"
+
+
 WAYS = (
-    *(f"headway {name}" for name in VARIANTS), "headway", "headway deterministic", "headway selective", "headway fed",
+    *(variant_way(name) for name in VARIANTS), "headway", "headway deterministic", "headway selective", "headway fed",
     "diffusers", "diffusers compiled", "diffusers whole",
 )  # fmt: skip
 WARM, ROUNDS = 3, 3
@@ -113,7 +123,7 @@ def main() -> None:
 
 def ways_of(row: str, options: argparse.Namespace) -> list[str]:
     """Return the ways of a row that are measured, each once."""
-    variants = (f"headway {name}" for name in options.variants)
+    variants = (variant_way(name) for name in options.variants)
     return list(dict.fromkeys((*(options.ways or ROWS[row]["ways"]), *variants)))
 
 
@@ -319,7 +329,7 @@ meters = list[Any]()
 
 def headway_step(row: dict[str, Any], way: str, device: torch.device, settings: list[str]) -> tuple[Step, float]:
     """Return a training step of Headway, and its planned seconds on an H200."""
-    from headway.kernels.dispatch import try_out
+    from headway.kernels.dispatch import make_plain
     from headway.models.custom import empty_model
     from headway.parallel import World, parallelize_model, total_norm
     from headway.parallel.objective import LABEL, TEXT, TEXT_MASK, TIME, DeviceBatch, SumScale
@@ -341,7 +351,7 @@ def headway_step(row: dict[str, Any], way: str, device: torch.device, settings: 
     }
     recipe = with_sample_tokens(with_settings(parse_recipe(values, {}, "benchmark"), settings))
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"in_channels": channels})})
-    try_out(VARIANTS.get(way.removeprefix("headway "), ()))
+    make_plain(next((plain for name, plain in VARIANTS.items() if variant_way(name) == way), ()))
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # as in a worker
     world = World(rank=0, size=1, device=device)

@@ -40,6 +40,8 @@ CUDNN_FIRST = [
     SDPBackend.MATH,
 ]
 """In order of preference: a shape that cuDNN does not support goes to the next."""
+KEY_TILE, PROGRAMS, LEAST_QUERIES = 128, 528, 1024
+"""Of attention to few keys: see `query_parts`. Programs are four per multiprocessor of an H200."""
 
 
 class SplitAttention(Protocol):
@@ -215,9 +217,14 @@ def attend_fully(q_BLNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, mask: Tensor | 
 
     A mask [B, 1, 1, S] is true where a token may be attended to.
     """
+    head, attention = q_BLNH.shape[-1], nn.functional.scaled_dot_product_attention
+    kernel = "sdpa" if mask is not None else choose(q_BLNH, head, masked=False, capped=False, sinks=False, full=True)
+    parts = query_parts(*q_BLNH.shape[:3], keys=k_BSNH.shape[1]) if kernel in ("cudnn", "cudnn-flash") else 1
+    if parts > 1:
+        rows = q_BLNH.unflatten(1, (parts, -1)).flatten(0, 1)
+        k_BSNH, v_BSNH = (x.repeat_interleave(parts, dim=0) for x in (k_BSNH, v_BSNH))
+        return attend_fully(rows, k_BSNH, v_BSNH).unflatten(0, (-1, parts)).flatten(1, 2)
     q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BSNH, v_BSNH))
-    head, attention = q.shape[-1], nn.functional.scaled_dot_product_attention
-    kernel = "sdpa" if mask is not None else choose(q, head, masked=False, capped=False, sinks=False, full=True)
     if kernel == "cudnn":
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):
             return attention(q, k, v).transpose(1, 2)
@@ -226,6 +233,19 @@ def attend_fully(q_BLNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, mask: Tensor | 
         return repeatable_attention.attention(q, k, v)
     y: Tensor = attention(q, k, v, attn_mask=mask)
     return y.transpose(1, 2)
+
+
+def query_parts(samples: int, queries: int, heads: int, keys: int) -> int:
+    """Return the number of equal parts in which queries attend, each as a sample of its own.
+
+    The backward pass has a program per KEY_TILE keys, head and sample, which goes over all queries: few keys, as those
+    of a text, leave most of a GPU idle. On an H200, it has 193 TFLOP/s with 17,160 queries of 512 keys and 12 heads,
+    where self-attention has 565.
+    """
+    programs = samples * heads * -(-keys // KEY_TILE)
+    fitting = [parts for parts in range(1, queries // LEAST_QUERIES + 1) if queries % parts == 0]
+    enough = (parts for parts in fitting if parts * programs >= PROGRAMS)
+    return next(enough, fitting[-1] if fitting else 1)
 
 
 @cache
