@@ -12,6 +12,11 @@ as ours), compiled block by block, with Liger's loss.
 
     python benchmarks/train_gpu.py --rows "8B 4096x2 fp8" "1B 4096x4 fp8" --ways headway torchao bound --json FILE
 
+The mixture of experts has the shape of OLMoE (6.9B, 64 experts of which a token takes 8) and the peer `transformers`,
+with its grouped products.
+
+    python benchmarks/train_gpu.py --rows "OLMoE 4096x4" --ways headway transformers bound
+
 The bound of a row is the sum of what no step can do without, at the rates measured in the same run: its products at
 their own shapes by cuBLAS, causal attention by cuDNN, and the bytes of everything else at the speed of a copy.
 """
@@ -42,6 +47,9 @@ LLAMA_350M = {"layers": 24, "dim": 1024, "heads": 16, "kv_heads": 16, "hidden": 
               "vocab_size": 50304}  # fmt: skip
 QWEN_4B = {"layers": 36, "dim": 2560, "heads": 32, "kv_heads": 8, "head_dim": 128, "hidden": 9728, "qk_norm": True,
            "tie_embeddings": True, "vocab_size": 151936}  # fmt: skip
+OLMOE = {"family": "qwen3_moe", "layers": 16, "dim": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128,
+         "hidden": 8192, "expert_hidden": 1024, "experts": 64, "top_k": 8, "normalize_weights": False, "balance": 0.01,
+         "tie_embeddings": False, "vocab_size": 50304}  # fmt: skip
 LOW = {"dtype": "bfloat16", "weights": "bfloat16", "moments": "bfloat16"}
 ROWS: dict[str, dict[str, Any]] = {
     "1B 4096x4": {"model": LLAMA_1B, "seq": 4096, "batch": 4, "train": LOW},
@@ -68,6 +76,11 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "8B 4096x2 fp8": {"model": LLAMA_8B, "seq": 4096, "batch": 2, "train": LOW | {"fp8": {}}},
     "1B 4096x4 fp8": {"model": LLAMA_1B, "seq": 4096, "batch": 4, "train": LOW | {"fp8": {}}},
+    "OLMoE 4096x4": {"model": OLMOE, "seq": 4096, "batch": 4, "train": LOW, "peer": "transformers"},
+    "OLMoE 4096x4 fp8 experts": {
+        "model": OLMOE, "seq": 4096, "batch": 4, "train": LOW | {"fp8": {"layers": ["**.experts"]}},
+        "peer": "transformers",
+    },
 }  # fmt: skip
 WAYS = ("headway", "liger", "transformers", "torchao", "torchao-rowwise", "bound")
 Step = Callable[[], torch.Tensor]
@@ -119,7 +132,7 @@ def line(one: dict[str, Any], found: list[dict[str, Any]]) -> str:
         return f"{one['row']:20}{one['way']:14}{one['error']}"
     text = f"{one['row']:20}{one['way']:14}{one['step_s'] * 1e3:8.1f} ms{one['tokens_s']:9,.0f} tokens/s"
     text += f"{one['mfu']:7.1%} MFU{one.get('gib', 0):7.1f} GiB"
-    peer = "torchao" if "fp8" in one["row"] else "liger"
+    peer = ROWS[one["row"]].get("peer") or ("torchao" if "fp8" in one["row"] else "liger")
     ligers = [other["step_s"] for other in found if (other["row"], other["way"]) == (one["row"], peer)]
     if one["way"] == peer:
         ours = [other["step_s"] for other in found if (other["row"], other["way"]) == (one["row"], "headway")]
@@ -238,8 +251,8 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
     """transformers' model and torch's optimizer; with Liger, its kernels put in."""
     import transformers
 
-    norms = getattr(model, "qk_norm", False)
-    kind = "Qwen3" if norms else "Llama"
+    norms, mixture = getattr(model, "qk_norm", False), hasattr(model, "experts")
+    kind = "Qwen3Moe" if mixture else "Qwen3" if norms else "Llama"
     if way == "liger":
         from liger_kernel import transformers as liger
 
@@ -254,7 +267,7 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
         vocab_size=model.vocabulary, hidden_size=model.dim, intermediate_size=model.hidden,
         num_hidden_layers=model.layers, num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
         head_dim=model.head_dim, tie_word_embeddings=model.tie_embeddings, max_position_embeddings=32768,
-        attn_implementation="sdpa", use_cache=False,
+        attn_implementation="sdpa", use_cache=False, **(experts_of(model) if mixture else {}),
     )  # fmt: skip
     low = shape["train"].get("weights") == "bfloat16"
     torch.set_default_dtype(torch.bfloat16 if low else torch.float32)
@@ -283,6 +296,15 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
         return loss.detach()
 
     return step
+
+
+def experts_of(model: Any) -> dict[str, Any]:
+    """What transformers calls a mixture's sizes, and its grouped products."""
+    return {
+        "num_experts": model.experts, "num_experts_per_tok": model.top_k, "moe_intermediate_size": model.expert_hidden,
+        "norm_topk_prob": model.normalize_weights, "output_router_logits": True,
+        "router_aux_loss_coef": model.balance, "experts_implementation": "grouped_mm",
+    }  # fmt: skip
 
 
 def in_float8(model: Any, scaling: str) -> None:
@@ -343,10 +365,14 @@ def bound(model: Any, shape: dict[str, Any]) -> tuple[float, dict[str, float]]:
     """Seconds, and milliseconds of each part."""
     tokens, width, layers = shape["batch"] * shape["seq"], model.dim, model.layers
     inner, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    products = [(width, inner), (width, kv), (width, kv), (inner, width), (width, model.hidden), (width, model.hidden),
-                (model.hidden, width)]  # fmt: skip
-    low = "fp8" in shape["train"]
+    mixture = hasattr(model, "experts")
+    products = [(width, inner), (width, kv), (width, kv), (inner, width)]
+    feed_forward = [(width, model.hidden), (width, model.hidden), (model.hidden, width)]
+    products += [(width, model.experts)] if mixture else feed_forward
+    low = "fp8" in shape["train"] and not mixture
     parts = {"products": layers * sum(three_products(tokens, *one, low=low) for one in products)}
+    if mixture:
+        parts["experts"] = layers * 3 * grouped_products(tokens * model.top_k, model)
     parts["head"] = three_products(tokens, width, model.vocabulary)
     parts["attention"] = layers * attention(model, shape)
     gc.collect()
@@ -355,7 +381,12 @@ def bound(model: Any, shape: dict[str, Any]) -> tuple[float, dict[str, float]]:
     # Of each layer's stream, once each way: two norms with their additions read and write two of it in the forward pass
     # and three and one in the backward pass; turns read and write queries and keys, both ways; the gate as it is.
     stream = tokens * width * 2
-    moved = 2 * (4 + 4) * stream + 4 * tokens * (inner + kv) * 2 + (3 + 5) * tokens * model.hidden * 2
+    moved = 2 * (4 + 4) * stream + 4 * tokens * (inner + kv) * 2
+    if mixture:  # rows are spread and combined in both passes; the activation is made again in the backward pass
+        rows = tokens * model.top_k
+        moved += 4 * stream + (1 + 1 + 1 + 2) * rows * width * 2 + (3 + 6) * rows * model.expert_hidden * 2
+    else:
+        moved += (3 + 5) * tokens * model.hidden * 2
     parts["between"] = layers * moved / speed
     if low:  # each factor is read once and written both ways: inputs, gradients and weights
         factors = sum(tokens * (one + other) + one * other for one, other in products)
@@ -408,6 +439,20 @@ def three_products(tokens: int, inputs: int, outputs: int, low: bool = False) ->
     y = torch.randn(rows, outputs, device="cuda", dtype=torch.bfloat16)
     calls = (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)
     return sum(clocked(call) for call in calls) * tokens / rows
+
+
+def grouped_products(rows: int, model: Any) -> float:
+    """A matrix of each expert, forward pass and both gradients, of rows that are spread evenly."""
+    width, hidden, experts = model.dim, model.expert_hidden, model.experts
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    y = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(experts, hidden, width, device="cuda", dtype=torch.bfloat16)
+    ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
+    calls = (
+        lambda: torch._grouped_mm(x, w.mT, offs=ends), lambda: torch._grouped_mm(y, w, offs=ends),
+        lambda: torch._grouped_mm(y.mT, x, offs=ends),
+    )  # fmt: skip
+    return sum(clocked(call) for call in calls)
 
 
 def scaled_product(m: int, n: int, k: int, fast: bool) -> float:
