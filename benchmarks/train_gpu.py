@@ -3,7 +3,7 @@
     python benchmarks/train_gpu.py [--rows NAME ...] [--ways WAY ...] [--rounds 1] [--json FILE] [--profile FILE]
 
 Every way of a row runs in a process of its own, one after the other, in as many rounds; a process warms up, then times
-at least 20 steps of random tokens on its own clock, the device idle before the first and after the last. Rows say what
+20 steps of random tokens (`--steps`) on its own clock, the device idle before the first and after the last. Rows say what
 is kept in which precision. Headway's step is the trainer's own (`headway.parallel.apply`, its optimizer, its norm); the
 peers use torch.optim.AdamW (fused). All clip gradients to a norm of 1; `--peers-do-not-clip` leaves that out for peers.
 
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=["1B 4096x4", "8B 4096x2"])
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=["headway", "liger", "bound"])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=STEPS, help="Timed steps, in four parts.")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="Settings of Headway's recipe.")
     parser.add_argument("--data", type=Path, help="A data set whose tokens are read, in place of random ones.")
     parser.add_argument("--peers-do-not-clip", action="store_true")
@@ -115,7 +116,7 @@ def main() -> None:
 
 def in_a_process(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """One way of one row, by a process of its own."""
-    words = [sys.executable, __file__, "--one", row, way, "--set", *options.set]
+    words = [sys.executable, __file__, "--one", row, way, "--steps", str(options.steps), "--set", *options.set]
     words += ["--profile", str(options.profile)] if options.profile else []
     words += ["--data", str(options.data)] if options.data else []
     words += ["--peers-do-not-clip"] if options.peers_do_not_clip else []
@@ -175,10 +176,10 @@ def measured(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.synchronize()
     times, begin = list[float](), time.perf_counter()
     for _ in range(4):
-        for _ in range(STEPS // 4):
+        for _ in range(options.steps // 4):
             loss = step()
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / (STEPS // 4))
+        times.append((time.perf_counter() - begin) / (options.steps // 4))
         begin = time.perf_counter()
     step_s = statistics.median(times)
     waits = host_waits(step)
