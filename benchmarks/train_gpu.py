@@ -214,7 +214,10 @@ def headway(model: Any, shape: dict[str, Any], options: argparse.Namespace) -> S
     from headway.train.optimizer_in_backward import early_updates
 
     train = {"batch": shape["batch"], "lr": 1e-4, **shape["train"]}
-    values = {"model": model.model_dump(exclude_defaults=True), "data": {"path": "none", "seq": shape["seq"]}}
+    values = {
+        "model": {"family": model.family, **model.model_dump(exclude_defaults=True)},
+        "data": {"path": "none", "seq": shape["seq"]},
+    }
     recipe = with_settings(parse_recipe({**values, "train": train}, {}, "benchmark"), options.set)
     world = World(0, 1, torch.device("cuda", 0))
     torch.use_deterministic_algorithms(recipe.train.deterministic)
