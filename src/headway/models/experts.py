@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.kernels import batch_invariant
+from headway.kernels import batch_invariant, routing
 from headway.kernels import dispatch as table
 from headway.models.fp8_grouped import grouped_linear
 from headway.models.fp8_linear import Float8Weights, linear
@@ -32,10 +32,9 @@ Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 def softmax_top_k(logits_TE: Tensor, count: int, renormalize: bool = True) -> tuple[Tensor, Tensor]:
     """Choose the likeliest experts by probability, optionally renormalized."""
-    weights_TX, chosen_TX = logits_TE.float().softmax(dim=-1).topk(count, dim=-1)
-    if renormalize:
-        weights_TX = weights_TX / weights_TX.sum(dim=-1, keepdim=True)
-    return weights_TX, chosen_TX
+    if table.uses_triton("experts", logits_TE) and logits_TE.shape[1] <= routing.MOST_EXPERTS:
+        return routing.softmax_top_k(logits_TE, count, renormalize)
+    return routing.reference(logits_TE, count, renormalize)
 
 
 def top_k_softmax(logits_TE: Tensor, count: int) -> tuple[Tensor, Tensor]:
