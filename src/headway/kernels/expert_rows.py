@@ -9,9 +9,9 @@ of rows half as wide, and the gradient of a weight needs no output of an expert:
 silu(gate[n]) * up[n], which the activation's backward pass has at hand. Spreading and combining are each other's
 gradients, and every number is written by one program: no atomics, and bits repeat.
 
-All are memory-bound. Spreading reads a token's row once and writes X copies; combining reads X rows, twice as many where
-two products' gradients are added on the way, and writes one. The activation reads two numbers per element and writes one,
-its backward pass reads three and writes three, of which one is h again: cheaper than keeping it.
+All are memory-bound. Spreading reads a token's row once and writes X copies; combining reads X rows, twice as many
+where two products' gradients are added on the way, and writes one. The activation reads two numbers per element and
+writes one, its backward pass reads three and writes three, of which one is h again: cheaper than keeping it.
 
 Shapes: T tokens, X experts per token, N = T * X rows sorted by expert, D width, H hidden width.
 """
@@ -48,7 +48,8 @@ def reference_combined(rows_ND: Tensor, back_TX: Tensor, others_ND: Tensor | Non
 def reference_activation(gate_NH: Tensor, up_NH: Tensor, weights_TX: Tensor, back_TX: Tensor) -> Tensor:
     """Return h [N, H]."""
     weights_N1 = _by_row(weights_TX, back_TX).unsqueeze(1)
-    return (torch.nn.functional.silu(gate_NH.float()) * up_NH.float() * weights_N1).to(gate_NH.dtype)
+    gate = gate_NH.float()
+    return (gate * torch.sigmoid(gate) * up_NH.float() * weights_N1).to(gate_NH.dtype)
 
 
 def reference_activation_backward(
@@ -312,7 +313,10 @@ def _ahead(name: str, kernel: object, numbers: dict[str, str], **constants: obje
 
 _PLACES = {"weights_ptr": "*fp32", "back_ptr": "*i32"}
 AHEAD: tuple[LaunchSpec, ...] = (
-    _ahead("spread", _spread_kernel, {"x_ptr": "*bf16", "back_ptr": "*i32", "rows_ptr": "*bf16", "x_stride": "i32"}, X=8),
+    _ahead(
+        "spread", _spread_kernel,
+        {"x_ptr": "*bf16", "back_ptr": "*i32", "rows_ptr": "*bf16", "x_stride": "i32"}, X=8,
+    ),
     *(
         _ahead(
             name, _combined_kernel,

@@ -1,6 +1,6 @@
 """Routing of tokens by softmax and top-k, in one pass each way.
 
-    p = softmax(logits)      chosen[x] = the x-th likeliest expert      weights[x] = p[chosen[x]], perhaps over their sum
+    p = softmax(logits)     chosen[x] = the x-th likeliest expert     weights[x] = p[chosen[x]], perhaps over their sum
 
     dp[e] = the gradient of the weight of e, if e was chosen      dlogits = p * (dp - sum of p * dp)
 
