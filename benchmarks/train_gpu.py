@@ -5,7 +5,8 @@
 Every way of a row runs in a process of its own, one after the other, in as many rounds; a process warms up, then times
 20 steps of random tokens (`--steps`) on its own clock, the device idle before the first and after the last. Rows say
 what is kept in which precision. Headway's step is the trainer's own (`headway.parallel.apply`, its optimizer, its
-norm); the peers use torch.optim.AdamW (fused). All clip gradients to a norm of 1; `--peers-do-not-clip` leaves that out for peers.
+norm); the peers use torch.optim.AdamW (fused). All clip gradients to a norm of 1; `--peers-do-not-clip` leaves that out
+for peers.
 
 Rows in fp8 have the peer `torchao`: transformers' model whose blocks' linear layers torchao converts (the same layers
 as ours), compiled block by block, with Liger's loss.

@@ -1,4 +1,4 @@
-"""What is between experts' grouped GEMMs, against loops and autograd in float64; in PyTorch and Triton's interpreter."""
+"""What is between experts' grouped GEMMs against loops and float64, in PyTorch and in Triton's interpreter."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def places(tokens: int, experts: int) -> Tensor:
 
 @KERNELS
 @SIZES
-def test_rows_lie_where_they_belong(tokens: int, experts: int, width: int, kernel: str) -> None:  # noqa: ARG001
+def test_rows_lie_where_they_belong(tokens: int, experts: int, width: int, kernel: str) -> None:
     x, back = drawn(tokens, width + 3)[:, 3:], places(tokens, experts)
     rows = spread(x, back)
     assert rows.shape == (tokens * experts, width)
@@ -46,7 +46,7 @@ def test_each_token_gets_the_sum_of_its_rows(
     experts: int,
     width: int,
     twice: bool,
-    kernel: str,  # noqa: ARG001
+    kernel: str,
 ) -> None:
     back = places(tokens, experts)
     rows, others = (drawn(tokens * experts, width, seed=seed) for seed in (2, 3))
@@ -66,7 +66,7 @@ def test_activation_and_its_gradients_are_those_of_the_formula(
     experts: int,
     width: int,
     dtype: torch.dtype,
-    kernel: str,  # noqa: ARG001
+    kernel: str,
 ) -> None:
     back = places(tokens, experts)
     gate, up, dh = (drawn(tokens * experts, width, seed=seed).to(dtype) for seed in (4, 5, 6))
