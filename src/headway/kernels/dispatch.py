@@ -116,6 +116,7 @@ _WHY = {
     "norm": "all tensors in one launch",
     "newton_schulz": "half of a symmetric product, where it fills the device",
     "fp8": "a tile is read once and its codes are written both ways",
+    "experts": "rows are spread, weighted and combined in one pass each",
 }
 
 
