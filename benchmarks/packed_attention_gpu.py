@@ -42,7 +42,7 @@ class Packed:
     k: Tensor
     v: Tensor
     grad: Tensor
-    documents_BL: Tensor
+    documents: Tensor
     lengths: list[int]
 
     @property
@@ -101,14 +101,14 @@ def flex(case: Packed) -> Both:
     """What Headway ran before."""
     length = case.q.shape[1]
     kernel = choose(case.q, case.q.shape[-1], True, False, False)
-    mask = see(length, {None}, case.documents_BL, case.q.device, kernel)[None]
+    mask = see(length, {None}, case.documents, case.q.device, kernel)[None]
     return by_autograd(lambda: attend_all(case.q, case.k, case.v, mask), case)
 
 
 def flash(case: Packed) -> Both:
     """PyTorch's flash attention over ragged rows."""
     q, k, v, grad = case.flat
-    starts = ragged.document_starts(case.documents_BL, len(case.lengths))
+    starts = ragged.document_starts(case.documents, len(case.lengths))
     longest, aten = max(case.lengths), torch.ops.aten
     options = (starts, starts, longest, longest, 0.0, True)
 
@@ -126,7 +126,7 @@ def flash(case: Packed) -> Both:
 def cudnn(case: Packed, places: int, longest: int, sums: bool = True) -> Both:
     """cuDNN over ragged rows, of so many documents at most."""
     q, k, v, grad = case.flat
-    starts = ragged.document_starts(case.documents_BL, places)
+    starts = ragged.document_starts(case.documents, places)
     shape = ragged.shape_of(q, k, v, starts, longest, q.shape[-1] ** -0.5, sums)
 
     def forward() -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ def cudnn(case: Packed, places: int, longest: int, sums: bool = True) -> Both:
     return forward, both
 
 
-def replayed(case: Packed, made: Both) -> Both:
+def replayed(made: Both) -> Both:
     """The same from a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     made[1]()
@@ -173,7 +173,7 @@ def ways(case: Packed) -> Iterator[tuple[str, Callable[[], Both]]]:
     yield "cudnn, 256 places", lambda: cudnn(case, 256, LENGTH)
     yield "cudnn, all sums", lambda: cudnn(case, count, LENGTH, sums=False)
     yield "cudnn, deterministic", lambda: deterministic(case, count)
-    yield "cudnn, CUDA graph", lambda: replayed(case, cudnn(case, 64, LENGTH))
+    yield "cudnn, CUDA graph", lambda: replayed(cudnn(case, 64, LENGTH))
     yield "flash", lambda: flash(case)
     yield "flex", lambda: flex(case)
 
@@ -196,7 +196,7 @@ def reference(case: Packed) -> tuple[Tensor, ...]:
 def error_of(made: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
     """Of outputs and gradients, relative to the norm of each."""
     pairs = zip(made, truth, strict=True)
-    return max(float((x.reshape(y.shape).float() - y).norm() / y.norm()) for x, y in pairs)
+    return max(float((x.detach().reshape(y.shape).float() - y).norm() / y.norm()) for x, y in pairs)
 
 
 def timed(made: Both, device: str, flush: Tensor) -> tuple[float, float]:
