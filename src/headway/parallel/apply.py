@@ -185,7 +185,9 @@ class ParallelModel:
         """Return what of a batch the model and the objective take."""
         batch = batch if self.teach is None else self.teach(batch)
         if self.parts is not None:  # documents stay whole: keys are those of all parts
-            batch = replace(batch, inputs=self.parts.take(batch.inputs), labels=self.parts.take(batch.labels))
+            # labels, too, where an objective measures whole sequences
+            labels = self.parts.take(batch.labels) if self.head is None else batch.labels
+            batch = replace(batch, inputs=self.parts.take(batch.inputs), labels=labels)
         return replace(
             batch,
             documents=batch.documents if self.documents or self.head is not None else None,
@@ -235,7 +237,7 @@ def parallelize_model(
     layout = layout_of(model, recipe.model.layout)
     tensor, pipeline, context = world.axis("tensor"), world.axis("pipeline"), world.axis("context")
     if context.size > 1:
-        check_sequences(model, context.size, objective)
+        check_sequences(model, context.size)
     names = frozenset(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
     rows = train.batch // world.data.size
     microbatch = min(train.microbatch or rows, rows)
@@ -277,13 +279,14 @@ def parallelize_model(
         share_experts(stages.model, world.expert_mesh["expert"], world.axis("expert"))
 
     # sequences, over the context axis
-    if context.size > 1:
+    parts = SequenceParts(context) if context.size > 1 else None
+    if parts is not None:
         for stage in stages.stages:
             assert isinstance(stage.module, Decoder)
             split_sequences(stage.module, context, parallel.context_attention or "all-gather", first=stage.first)
 
     for stage in stages.stages:
-        _set_forward(stage, recipe, world, cuts, vocabulary, head)
+        _set_forward(stage, recipe, world, cuts, vocabulary, head, parts)
 
     # activations, then kernels
     recompute([block for stage in stages.stages for block in stage.blocks], train.recompute, train.recompute_blocks)
@@ -327,7 +330,7 @@ def parallelize_model(
         copies=copies,
         reduce_each=bool(parallel.reduce_each),
         documents=_takes_documents(model),
-        parts=SequenceParts(context) if context.size > 1 else None,
+        parts=parts,
         one_shape=world.device.type == "cuda",
         forgets="no-gradient-reduction" in mutations,
         head=head,
@@ -336,19 +339,13 @@ def parallelize_model(
     )
 
 
-def check_sequences(model: nn.Module, size: int, objective: Objective | TeacherTargets | None) -> None:
+def check_sequences(model: nn.Module, size: int) -> None:
     """Raise ModelError for what cannot be split over the context axis."""
     if not isinstance(model, Decoder):
         raise ModelError(
             f"parallel.context is {size}, but {type(model).__name__} is none of Headway's decoders, whose attention "
             f"can be split",
             hint="--set parallel.context=1",
-        )
-    if objective is not None:
-        raise ModelError(
-            f"parallel.context is {size}, but only the plain loss of next tokens, without weights of samples, can be "
-            f"split by sequence",
-            hint="--set parallel.context=1, and shard, tensor or pipeline axes instead",
         )
 
 
@@ -397,6 +394,7 @@ def _set_forward(
     cuts: TensorCuts | None,
     vocabulary: int | None,
     head: MeasureHead | None,
+    parts: SequenceParts | None,
 ) -> None:
     """Run a stage in the recipe's precision; it returns the summed loss, the objective's sums, or the stream."""
     model, tensor = stage.module, world.axis("tensor")
@@ -405,7 +403,7 @@ def _set_forward(
         forward = model.forward if stage.last else model.hidden
         if stage.last and head is not None:
             group = tensor.group if cuts is not None and cuts.by_sequence else None
-            forward = partial(_measured, head, _scores_of(model, head.objective, group), documents)
+            forward = partial(_measured, head, _scores_of(model, head.objective, group), documents, parts)
         model.loss.z_loss = recipe.train.z_loss
         if cuts is not None:
             shape = LogitOptions(model.loss.softcap, recipe.train.z_loss)
@@ -432,7 +430,7 @@ def _set_forward(
             forward = partial(_loss_of_logits, model.forward, tensor, vocabulary, recipe.train.z_loss)
         elif stage.last and head is not None:
             scores = partial(_logprobs_of_model, model.forward, tensor, vocabulary)
-            forward = partial(_measured, head, scores, documents)
+            forward = partial(_measured, head, scores, documents, None)
         if cuts is not None:
             forward = partial(_explained, forward, model, cuts)
     # FSDP gathers in the right precision; without data axes, autocast converts higher-precision weights here.
@@ -461,14 +459,25 @@ def _measured(
     head: MeasureHead,
     scores_of: Callable[[DeviceBatch, Tensor | None], Any],
     takes_documents: bool,
+    parts: SequenceParts | None,
     x: Tensor,
     labels: Tensor,
     documents: Tensor | None = None,
     **columns: Tensor,
 ) -> Tensor:
-    """An objective of log-probabilities; `x` may be the stream."""
+    """An objective of log-probabilities; `x` may be the stream.
+
+    Workers with `parts` of sequences all measure whole ones, and the first of them reports the sums.
+    """
     batch = DeviceBatch(x, labels, documents, columns)
-    return head(scores_of(batch, documents if takes_documents else None), batch)
+    seen = documents if takes_documents else None
+    if parts is None:
+        return head(scores_of(batch, seen), batch)
+    of_tokens = {TEACHER_IDS: parts.take(columns[TEACHER_IDS])} if TEACHER_IDS in columns else {}
+    scores = scores_of(replace(batch, labels=parts.take(labels), columns=of_tokens), seen)
+    whole_scores = parts.whole(scores) if isinstance(scores, Tensor) else tuple(map(parts.whole, scores))
+    sums = head(whole_scores, batch)
+    return sums if parts.axis.rank == 0 else sums - sums.detach()
 
 
 def _denoised(

@@ -25,7 +25,7 @@ from headway.models.attention import BlockContext, SplitAttention, attend_all, a
 from headway.models.decoder import ContextBuilder
 from headway.models.experts import LoadBalanceLoss
 from headway.models.gpt2 import positions_within
-from headway.parallel.collectives import exchanged, gathered, shifted
+from headway.parallel.collectives import exchanged, gathered, shifted, whole
 from headway.parallel.tensor import SEQUENCE
 from headway.parallel.world import Axis
 from headway.recipe.schema import ContextAttention
@@ -60,6 +60,11 @@ class SequenceParts:
         """Return whole sequences of the parts of all workers, by rank."""
         chunks = x.chunk(self.count, SEQUENCE)
         return torch.cat((*chunks[::2], *chunks[1::2][::-1]), SEQUENCE)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return whole sequences of this worker's parts, for what all workers of the axis then compute alike."""
+        assert self.axis.group is not None, "an axis of one worker splits nothing"
+        return self.ordered(whole(x, SEQUENCE, self.axis.group))
 
     def by_rank(self, x: Tensor) -> Tensor:
         """Return the parts of all workers, by rank, of whole sequences."""

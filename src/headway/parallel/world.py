@@ -79,9 +79,14 @@ class World:
         return tuple(range(pipeline.rank * count, (pipeline.rank + 1) * count))
 
     @property
+    def reports(self) -> bool:
+        """Whether this worker is the first of its stage's with the same rows: they all have the same scores of them."""
+        return self.axis("tensor").rank == 0 and self.axis("context").rank == 0
+
+    @property
     def speaks(self) -> bool:
         """Whether this worker is the first of those with the same data."""
-        return self.axis("pipeline").rank == 0 and self.axis("tensor").rank == 0 and self.axis("context").rank == 0
+        return self.axis("pipeline").rank == 0 and self.reports
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over all workers, in place."""

@@ -50,7 +50,7 @@ class AnswerRows:
         assert model is not None, "a recipe with kl has a reference"
         values = model.token_logprobs(self._on_device(self._share(packed.batch), columns=False))
         whole = torch.zeros(packed.batch.inputs.shape, dtype=torch.float32)
-        if values is not None and self._world.axis("tensor").rank == 0:
+        if values is not None and self._world.reports:
             whole[self._slice(len(whole))] = values.float().cpu()
         summed: Floats = self._world.sum(whole).numpy()
         return summed
