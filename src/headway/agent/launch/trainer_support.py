@@ -7,7 +7,6 @@ from importlib import metadata
 from headway.plan.task import RUNNABLE, TrainerLimits
 from headway.recipe import Recipe
 from headway.recipe.families.diffusion import DiffusionModel
-from headway.recipe.policy import PolicyGradient
 
 SPLIT_BACKWARD = (2, 13)
 """PyTorch 2.11 does not split the backward pass of functions written in Python, as losses are; 2.13 does, 2.12 is
@@ -41,6 +40,4 @@ def whole_sequences(recipe: Recipe) -> str | None:
         return f"model.class {recipe.model.class_}"
     if isinstance(recipe.model, DiffusionModel):
         return f"family {recipe.model.family}"
-    if isinstance(recipe.objective, PolicyGradient):  # it generates with the model it trains
-        return f"objective {recipe.objective.kind}"
     return "inference.exact" if recipe.inference.exact else None
