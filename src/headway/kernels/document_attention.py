@@ -1,231 +1,182 @@
-"""Attention within packed documents on GPUs: cuDNN over ragged rows, which does no work between documents.
+"""Attention within packed documents by cuDNN over ragged rows, which does no work between documents.
 
-The documents of all rows of a batch are laid one after another; `starts_S1` holds where each begins (int32), and at the
-end all tokens. There may be more places than documents: those at the end are empty. Needs `nvidia-cudnn-frontend`:
-PyTorch's own call of these kernels builds their plan anew every time, and its backward pass writes out of bounds.
+`works` tries a small case once per process against attention of each document alone: where a version of cuDNN or a
+device cannot do it, attention stays with flex attention.
+
+B rows    L tokens of a row    S places for documents    N heads    K key and value heads    H head size
 """
 
+import logging
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-BUCKET = 64
-"""Total tokens are a multiple of this for the workspace of the backward pass."""
+from headway.kernels import cudnn_ragged
+
+MULTIPLE, LARGEST = 8, 128
+"""Head sizes that cuDNN takes."""
+FEWEST_PLACES = 16
+TOLERANCE = 0.02
+"""Of outputs and gradients in bfloat16, relative to their norm."""
+MOST_ELEMENTS = 2**31
+"""Offsets of documents are 32-bit integers."""
 
 
 @dataclass(frozen=True)
-class RaggedShape:
-    """What a plan of cuDNN is built for."""
+class DocumentStarts:
+    """Where the documents of a batch's rows begin, laid one after another."""
 
-    documents: int
+    starts_S1: Tensor
+    """int32; empty documents and all tokens at the end."""
     longest: int
-    """The most tokens that a document may have."""
-    tokens: int
-    heads: int
-    kv_heads: int
-    head: int
-    strides: tuple[tuple[int, int], ...]
-    """Of queries, keys and values: between tokens, and between heads."""
-    dtype: torch.dtype
-    scale: float
-    deterministic: bool
-    ragged_sums: bool = True
-    """Whether the log-sum-exps are [T, N], not [S, N, longest]."""
+    """Tokens of a row, which no document exceeds."""
 
 
-def document_starts(documents_BL: Tensor, bound: int) -> Tensor:
-    """Return where each document starts in the row of all tokens [bound + 1]; the host does not wait."""
+def document_starts(documents_BL: Tensor, places: int) -> DocumentStarts:
+    """Return where documents begin, of `places` at most; the host does not wait for the device."""
+    tokens, device = documents_BL.numel(), documents_BL.device
     new_BL = torch.ones_like(documents_BL, dtype=torch.bool)
     new_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
-    tokens = documents_BL.numel()
     index_T = new_BL.flatten().cumsum(0) - 1
-    starts_S1 = torch.full((bound + 1,), tokens, dtype=torch.int32, device=documents_BL.device)
-    places_T = torch.arange(tokens, dtype=torch.int32, device=documents_BL.device)
-    return starts_S1.scatter_reduce_(0, index_T, places_T, "amin")
+    starts_S1 = torch.full((places + 1,), tokens, dtype=torch.int32, device=device)
+    places_T = torch.arange(tokens, dtype=torch.int32, device=device)
+    starts_S1.scatter_reduce_(0, index_T, places_T, "amin")
+    torch._dynamo.maybe_mark_dynamic(starts_S1, 0)
+    return DocumentStarts(starts_S1, documents_BL.shape[1])
 
 
-def shape_of(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, starts_S1: Tensor, longest: int, scale: float, ragged_sums: bool = True
-) -> RaggedShape:
-    """Return what the plan for these tensors is kept by."""
-    strides = tuple((x.stride(0), x.stride(1)) for x in (q_TNH, k_TKH, v_TKH))
-    return RaggedShape(
-        len(starts_S1) - 1, longest, len(q_TNH), q_TNH.shape[1], k_TKH.shape[1], q_TNH.shape[2], strides, q_TNH.dtype,
-        scale, torch.are_deterministic_algorithms_enabled(), ragged_sums,
-    )  # fmt: skip
+def places_for(documents: int) -> int:
+    """Return a number of places for some documents, of which there are few: each has plans of its own."""
+    power = max(FEWEST_PLACES, 1 << (documents - 1).bit_length())
+    return power * 3 // 4 if power > FEWEST_PLACES and documents <= power * 3 // 4 else power
 
 
-def forward_pass(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, starts_S1: Tensor, shape: RaggedShape
-) -> tuple[Tensor, Tensor]:
-    """Return the output [T, N, H] and the log-sum-exps of the scores."""
-    out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    sums_shape = (shape.tokens, shape.heads) if shape.ragged_sums else (shape.documents, shape.heads, shape.longest)
-    sums = torch.empty(sums_shape, dtype=torch.float32, device=q_TNH.device)
-    graph, names = _forward_graph(shape, q_TNH.device)
-    tensors = {"q": q_TNH, "k": k_TKH, "v": v_TKH, "out": out_TNH, "sums": sums}
-    _run(graph, names, tensors | _offsets(starts_S1, shape), q_TNH.device)
-    return out_TNH, sums
+def attention(
+    q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, documents: DocumentStarts, scale: float | None = None
+) -> Tensor:
+    """Return causal attention [B, L, N, H] within documents."""
+    scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    out_BLNH: Tensor = _attention(q_BLNH, k_BLKH, v_BLKH, documents.starts_S1, documents.longest, scale, deterministic)[
+        0
+    ]
+    return out_BLNH
 
 
-def backward_pass(
-    grad_TNH: Tensor,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    out_TNH: Tensor,
-    sums: Tensor,
+def takes(head: int) -> bool:
+    """Whether cuDNN takes a head size."""
+    return head % MULTIPLE == 0 and head <= LARGEST
+
+
+def fits(tokens: int, heads: int, head: int) -> bool:
+    """Whether the offsets of so many tokens' heads do."""
+    return tokens * heads * head < MOST_ELEMENTS
+
+
+def installed() -> bool:
+    """Whether nvidia-cudnn-frontend is."""
+    return find_spec("cudnn") is not None
+
+
+# -- as an operation
+
+
+@torch.library.custom_op("headway::document_attention", mutates_args=())
+def _attention(
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
     starts_S1: Tensor,
-    shape: RaggedShape,
+    longest: int,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.flatten(0, 1).contiguous() for x in (q_BLNH, k_BLKH, v_BLKH))
+    shape = cudnn_ragged.shape_of(q, k, starts_S1, longest, scale, deterministic)
+    out_TNH, sums_TN = cudnn_ragged.forward_pass(q, k, v, starts_S1, shape)
+    return out_TNH.view(q_BLNH.shape), sums_TN
+
+
+@_attention.register_fake
+def _(q_BLNH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    b, length, heads, _head = q_BLNH.shape
+    return q_BLNH.new_empty(q_BLNH.shape), q_BLNH.new_empty((b * length, heads), dtype=torch.float32)
+
+
+@torch.library.custom_op("headway::document_attention_backward", mutates_args=())
+def _attention_backward(
+    dout_BLNH: Tensor,
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    out_BLNH: Tensor,
+    sums_TN: Tensor,
+    starts_S1: Tensor,
+    longest: int,
+    scale: float,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
-    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH)]
-    graph, names = _backward_graph(shape, q_TNH.device)
-    tensors = {"q": q_TNH, "k": k_TKH, "v": v_TKH, "out": out_TNH, "sums": sums, "grad": grad_TNH.contiguous()}
-    tensors |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-    _run(graph, names, tensors | _offsets(starts_S1, shape), q_TNH.device)
-    return gradients[0], gradients[1], gradients[2]
+    dout, q, k, v, out = (x.flatten(0, 1).contiguous() for x in (dout_BLNH, q_BLNH, k_BLKH, v_BLKH, out_BLNH))
+    shape = cudnn_ragged.shape_of(q, k, starts_S1, longest, scale, deterministic)
+    gradients = cudnn_ragged.backward_pass(dout, q, k, v, out, sums_TN, starts_S1, shape)
+    dq, dk, dv = (gradient.view(x.shape) for gradient, x in zip(gradients, (q_BLNH, k_BLKH, v_BLKH), strict=True))
+    return dq, dk, dv
 
 
-def _offsets(starts_S1: Tensor, shape: RaggedShape) -> dict[str, Tensor]:
-    """Lengths of documents, and where their first elements are, by the names of a graph's tensors."""
-    steps = [step for step, _ in shape.strides]
-    whole, kv = shape.heads * shape.head, shape.kv_heads * shape.head
-    return {
-        "lengths": starts_S1.diff(),
-        **{f"{name} starts": starts_S1 * step for name, step in zip("qkv", steps, strict=True)},
-        "out starts": starts_S1 * whole,
-        "kv starts": starts_S1 * kv,
-        "sums starts": starts_S1 * shape.heads,
-    }
+@_attention_backward.register_fake
+def _(_dout: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q_BLNH, k_BLKH, v_BLKH))
+    return dq, dk, dv
 
 
-def _run(graph: Any, names: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> None:
-    cudnn, handle = _library(), _handle(device)
-    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
-    graph.execute({tensor: tensors[name] for name, tensor in names.items()}, workspace, handle=handle)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, starts, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, starts)
 
 
-# -- plans of cuDNN
+def _backward(ctx: Any, dout_BLNH: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_attention_backward(dout_BLNH, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+
+_attention.register_autograd(_backward, setup_context=_keep)
+
+
+# -- whether it works here
 
 
 @cache
-def _library() -> Any:
-    import cudnn
-
-    return cudnn
-
-
-@cache
-def _handle(device: torch.device) -> Any:
-    with torch.cuda.device(device):
-        return _library().create_handle()
-
-
-class _Builder:
-    """Tensors of a graph by name."""
-
-    def __init__(self, shape: RaggedShape, device: torch.device):
-        self.cudnn = _library()
-        self.shape = shape
-        types = self.cudnn.data_type
-        io = {torch.bfloat16: types.BFLOAT16, torch.float16: types.HALF}[shape.dtype]
-        self.graph = self.cudnn.pygraph(
-            io_data_type=io, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, handle=_handle(device)
-        )
-        self.names: dict[str, Any] = {}
-        self.lengths = self._integers("lengths", shape.documents)
-
-    def _integers(self, name: str, count: int) -> Any:
-        kind = self.cudnn.data_type.INT32
-        if name not in self.names:
-            tensor = self.graph.tensor(name=name, dim=[count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=kind)
-            self.names[name] = tensor
-        return self.names[name]
-
-    def starts(self, name: str) -> Any:
-        return self._integers(f"{name} starts", self.shape.documents + 1)
-
-    def layout(self, name: str) -> tuple[list[int], list[int]]:
-        """Sizes and strides of a tensor."""
-        shape = self.shape
-        heads = shape.kv_heads if name in ("k", "v", "dk", "dv") else shape.heads
-        step, apart = heads * shape.head, shape.head
-        if name in "qkv":
-            step, apart = shape.strides["qkv".index(name)]
-        return [shape.documents, heads, shape.longest, shape.head], [shape.longest * step, apart, step, 1]
-
-    def sums(self) -> tuple[list[int], list[int]]:
-        shape = self.shape
-        sizes = [shape.documents, shape.heads, shape.longest, 1]
-        if shape.ragged_sums:
-            return sizes, [shape.longest * shape.heads, 1, shape.heads, 1]
-        return sizes, [shape.longest * shape.heads, shape.longest, 1, 1]
-
-    def given(self, name: str, starts: str) -> Any:
-        sizes, strides = self.layout(name)
-        tensor = self.graph.tensor(name=name, dim=sizes, stride=strides)
-        tensor.set_ragged_offset(self.starts(starts))
-        self.names[name] = tensor
-        return tensor
-
-    def made(self, name: str, tensor: Any, starts: str) -> None:
-        sizes, strides = self.layout(name)
-        tensor.set_output(True).set_dim(sizes).set_stride(strides)
-        tensor.set_ragged_offset(self.starts(starts))
-        self.names[name] = tensor
-
-    def built(self) -> tuple[Any, dict[str, Any]]:
-        self.graph.validate()
-        self.graph.build_operation_graph()
-        self.graph.create_execution_plans([self.cudnn.heur_mode.A, self.cudnn.heur_mode.FALLBACK])
-        self.graph.check_support()
-        self.graph.build_plans()
-        return self.graph, self.names
-
-    def masked(self) -> dict[str, Any]:
-        return {
-            "attn_scale": self.shape.scale,
-            "use_padding_mask": True,
-            "seq_len_q": self.lengths,
-            "seq_len_kv": self.lengths,
-            "use_causal_mask": True,
-        }
+def works(head: int) -> bool:
+    """Whether this process's GPU and cuDNN can do it, with the results of each document alone."""
+    if not installed():
+        return False
+    try:
+        difference = _difference(head, torch.device("cuda"))
+    except Exception as error:  # whatever the library raises, attention has another way
+        first = str(error).partition("\n")[0]
+        logging.getLogger(__name__).warning("attention of packed documents stays with flex attention: %s", first)
+        return False
+    return difference < TOLERANCE
 
 
-@cache
-def _forward_graph(shape: RaggedShape, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    builder = _Builder(shape, device)
-    q, k, v = (builder.given(name, name) for name in "qkv")
-    out, sums = builder.graph.sdpa(name="attention", q=q, k=k, v=v, is_inference=False, **builder.masked())
-    builder.made("out", out, "out")
-    sizes, strides = builder.sums()
-    sums.set_output(True).set_dim(sizes).set_stride(strides).set_data_type(builder.cudnn.data_type.FLOAT)
-    if shape.ragged_sums:
-        sums.set_ragged_offset(builder.starts("sums"))
-    builder.names["sums"] = sums
-    return builder.built()
-
-
-@cache
-def _backward_graph(shape: RaggedShape, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    builder = _Builder(shape, device)
-    q, k, v = (builder.given(name, name) for name in "qkv")
-    out, grad = builder.given("out", "out"), builder.given("grad", "out")
-    sizes, strides = builder.sums()
-    sums = builder.graph.tensor(name="sums", dim=sizes, stride=strides, data_type=builder.cudnn.data_type.FLOAT)
-    if shape.ragged_sums:
-        sums.set_ragged_offset(builder.starts("sums"))
-    builder.names["sums"] = sums
-    total = -(-shape.tokens // BUCKET) * BUCKET
-    gradients = builder.graph.sdpa_backward(
-        name="gradients", q=q, k=k, v=v, o=out, dO=grad, stats=sums, max_total_seq_len_q=total,
-        max_total_seq_len_kv=total, use_deterministic_algorithm=shape.deterministic, **builder.masked(),
-    )  # fmt: skip
-    for name, tensor in zip(("dq", "dk", "dv"), gradients, strict=True):
-        builder.made(name, tensor, "out" if name == "dq" else "kv")
-    return builder.built()
+def _difference(head: int, device: torch.device) -> float:
+    """Return the largest difference of output and gradients from those of each document alone, relative to their
+    norm."""
+    generator = torch.Generator(device).manual_seed(0)
+    documents_BL = torch.tensor([[0] * 40 + [1] * 88, [0] * 128], dtype=torch.int32, device=device)
+    shapes = ((2, 128, heads, head) for heads in (4, 2, 2, 4))
+    q, k, v, dout = (torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16) for shape in shapes)
+    with torch.enable_grad():
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, document_starts(documents_BL, FEWEST_PLACES))
+        got = (out, *torch.autograd.grad(out, leaves, dout))
+        mask = documents_BL.unsqueeze(2) == documents_BL.unsqueeze(1)
+        heads_first = [x.float().transpose(1, 2) for x in leaves]
+        want_out = nn.functional.scaled_dot_product_attention(
+            *heads_first, attn_mask=mask.tril().unsqueeze(1), enable_gqa=True
+        ).transpose(1, 2)
+        want = (want_out, *torch.autograd.grad(want_out, leaves, dout.float()))
+    return max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(got, want, strict=True))

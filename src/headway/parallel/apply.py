@@ -30,6 +30,7 @@ from headway.models.experts import set_loss_scale
 from headway.models.fp8 import Float8Model, make_fp8
 from headway.parallel.collectives import whole
 from headway.parallel.context import SequenceParts, split_sequences
+from headway.parallel.documents import keeps_apart, make_places
 from headway.parallel.expert import share_experts
 from headway.parallel.fp8_gather import Float8Gather
 from headway.parallel.gradients import Missing
@@ -121,6 +122,8 @@ class ParallelModel:
     """Its float8 products, if the recipe has any."""
     gathered: Float8Gather | None = None
     """Its weights that are gathered in float8, if any."""
+    ragged: bool = False
+    """Whether documents without a window are kept apart by cuDNN, where the host knows how many there are."""
 
     def passes(self, batch: DeviceBatch, scale: SumScale) -> Tensor:
         """Run forward and backward over all rows, by microbatches; gradients are reduced in the last one, or in each.
@@ -128,6 +131,8 @@ class ParallelModel:
         Return the objective's scaled sums, or this worker's part of them: a scalar for the plain summed loss.
         """
         set_loss_scale(self.model, scale.tokens)
+        if self.ragged:
+            make_places(self.model, batch.document_counts, self.microbatch)
         self.refresh()
         if self.schedule is not None:
             return self.schedule.step(self._taken(batch), scale)
@@ -144,6 +149,9 @@ class ParallelModel:
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
         """Return the objective's sums, or this worker's part of them: a scalar for the plain summed loss."""
+        if self.ragged:
+            rows = self.microbatch if self.schedule is not None else len(batch.inputs)
+            make_places(self.model, batch.document_counts, rows)
         self.refresh()
         return self.schedule.evaluate(self._taken(batch)) if self.schedule is not None else self._sums(batch)
 
@@ -245,6 +253,8 @@ def parallelize_model(
     copies = world.axis("shard").size == 1
     missing: Missing = ()
 
+    ragged = keeps_apart(model, recipe, world.device, microbatch)
+
     # products in float8
     holds = world.data.size == 1 and tensor.size == 1
     if train.fp8 is not None:
@@ -336,6 +346,7 @@ def parallelize_model(
         head=head,
         float8=float8,
         gathered=gathered,
+        ragged=ragged,
     )
 
 

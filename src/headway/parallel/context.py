@@ -14,14 +14,14 @@ B rows    L tokens of a worker    S of the sequence    N heads    K key and valu
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from headway.models import Decoder
-from headway.models.attention import BlockContext, SplitAttention, attend_all, attention_mask
+from headway.models.attention import BlockContext, Mask, SplitAttention, attend_all, attention_mask
 from headway.models.decoder import ContextBuilder
 from headway.models.experts import LoadBalanceLoss
 from headway.models.gpt2 import positions_within
@@ -29,9 +29,6 @@ from headway.parallel.collectives import exchanged, gathered, shifted, whole
 from headway.parallel.tensor import SEQUENCE
 from headway.parallel.world import Axis
 from headway.recipe.schema import ContextAttention
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 LEAST = torch.finfo(torch.float32).min
 
@@ -122,7 +119,7 @@ class GatheredAttention:
     """Attention of this worker's queries to all keys and values, which are gathered."""
 
     parts: SequenceParts
-    masks: "tuple[dict[int | None, Tensor | BlockMask | None], ...]"
+    masks: tuple[dict[int | None, Mask], ...]
     """Of each of the two chunks, whose keys end with it."""
 
     @classmethod
@@ -160,7 +157,7 @@ class ExchangedAttention:
     """Attention of whole sequences, of this worker's share of the heads."""
 
     parts: SequenceParts
-    masks: "dict[int | None, Tensor | BlockMask | None]"
+    masks: dict[int | None, Mask]
 
     @classmethod
     def of(cls, contexts: SplitContexts, like_BL: Tensor, length: int, documents_BS: Tensor | None) -> SplitAttention:

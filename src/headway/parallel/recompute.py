@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from headway.kernels import repeatable_attention  # noqa: F401  (defines its operation)
+from headway.kernels import document_attention, repeatable_attention  # noqa: F401  (define operations)
 from headway.recipe.train import Recompute
 
 aten = torch.ops.aten
@@ -17,6 +17,7 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.headway.document_attention.default,
     torch.ops.headway.repeatable_attention.default,
 }
 PRODUCTS = {

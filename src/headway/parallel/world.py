@@ -168,13 +168,13 @@ def make_mesh(rank: int, workers: int, device: torch.device, sizes: Mapping[str,
     expert = named.pop("expert", 1)
     mesh = init_device_mesh(device.type, tuple(named.values()), mesh_dim_names=tuple(named))
     axes = {name: Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) for name, size in named.items()}
-    within = None
+    within, shard = None, list(named).index("shard") if "shard" in named else 0  # by name it fails in PyTorch 2.11
     if context > 1:
-        parts = mesh._unflatten("shard", (named["shard"] // context, context), ("data shard", "context"))
+        parts = mesh._unflatten(shard, (named["shard"] // context, context), ("data shard", "context"))
         axes["context"] = Axis(context, parts.get_local_rank("context"), parts.get_group("context"))
     if expert > 1:
         parts = (named["shard"] // expert, expert)
-        within = mesh._unflatten("shard", parts, (EXPERT_SHARD, "expert"))
+        within = mesh._unflatten(shard, parts, (EXPERT_SHARD, "expert"))
         axes["expert"] = Axis(expert, within.get_local_rank("expert"), within.get_group("expert"))
     return World(rank=rank, size=workers, device=device, mesh=mesh, axes=axes, expert_mesh=within)
 
