@@ -1,8 +1,10 @@
 """Kernel dispatch: one table from operation, device, precision and features to a kernel. Nothing is patched.
 
     operation      GPU                                                       CPU
-    attention      cuDNN; PyTorch's, where bits repeat; flex for documents,  PyTorch's; plain with caps or sinks
-                   windows, soft caps and sinks (heads of 16 and more)
+    attention      cuDNN; PyTorch's, where bits repeat; for documents cuDNN  PyTorch's; plain with caps or sinks
+                   over ragged rows if nvidia-cudnn-frontend is installed;
+                   flex for windows, soft caps, sinks and other documents
+                   (heads of 16 and more)
     experts        grouped GEMM over all experts (bfloat16)                  a loop over experts with tokens
     rms_norm,      Triton, but PyTorch's where tensors are small; inside     PyTorch's
     rope, gated    compiled blocks, the compiler's
@@ -25,7 +27,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from headway.kernels import repeatable_attention
+from headway.kernels import document_attention, repeatable_attention
 from headway.kernels.triton_compat import INSTALLED
 from headway.recipe.train import Operation
 
@@ -130,9 +132,10 @@ def attention(
     sinks: bool,
     exact: bool,
     full: bool = False,
+    documents: bool = False,
 ) -> KernelChoice:
     """Choose by head size, mask (`masked`: documents or a window) and score features; `exact` requires reproducible
-    bits. `full` attention is not causal."""
+    bits. `full` attention is not causal; the mask of `documents` is of nothing else."""
     if not masked and not capped and not sinks:
         if device != "cuda" or dtype not in HALVES:
             return KernelChoice("sdpa", "PyTorch's kernel for causal attention")
@@ -144,6 +147,11 @@ def attention(
             return KernelChoice("sdpa", "PyTorch picks among those whose bits it says repeat")
         return KernelChoice("cudnn", "the fastest since Hopper") if _latest() else _FLASH
     if device == "cuda" and "attention" not in _plain and head >= LEAST_HEAD:
+        plain_scores = not capped and not sinks
+        if documents and plain_scores and dtype in HALVES and _latest() and document_attention.takes(head):
+            if document_attention.installed():
+                return KernelChoice("cudnn-ragged", "cuDNN does no work between documents")
+            return KernelChoice("flex", "skips masked blocks; nvidia-cudnn-frontend has a faster one for documents")
         return KernelChoice("flex", "skips masked blocks and applies score modifications in the kernel")
     if capped or sinks:
         return KernelChoice("plain", "scores of all pairs in memory")
@@ -192,7 +200,8 @@ def rows(device: str, dtype: torch.dtype, *, compiled: bool, exact: bool) -> lis
     cases = {
         "causal": {"masked": False, "capped": False, "sinks": False},
         "full": {"masked": False, "capped": False, "sinks": False, "full": True},
-        "documents or windows": {"masked": True, "capped": False, "sinks": False},
+        "documents": {"masked": True, "capped": False, "sinks": False, "documents": True},
+        "windows": {"masked": True, "capped": False, "sinks": False},
         "soft caps": {"masked": False, "capped": True, "sinks": False},
         "sinks": {"masked": False, "capped": False, "sinks": True},
     }

@@ -30,6 +30,7 @@ from headway.models.experts import set_loss_scale
 from headway.models.fp8 import Float8Model, make_fp8
 from headway.parallel.collectives import whole
 from headway.parallel.context import SequenceParts, split_sequences
+from headway.parallel.documents import keeps_apart, make_places
 from headway.parallel.expert import share_experts
 from headway.parallel.fp8_gather import Float8Gather
 from headway.parallel.gradients import Missing
@@ -121,6 +122,8 @@ class ParallelModel:
     """Its float8 products, if the recipe has any."""
     gathered: Float8Gather | None = None
     """Its weights that are gathered in float8, if any."""
+    ragged: bool = False
+    """Whether documents without a window are kept apart by cuDNN, where the host knows how many there are."""
 
     def passes(self, batch: DeviceBatch, scale: SumScale) -> Tensor:
         """Run forward and backward over all rows, by microbatches; gradients are reduced in the last one, or in each.
@@ -128,6 +131,8 @@ class ParallelModel:
         Return the objective's scaled sums, or this worker's part of them: a scalar for the plain summed loss.
         """
         set_loss_scale(self.model, scale.tokens)
+        if self.ragged:
+            make_places(self.model, batch.document_counts, self.microbatch)
         self.refresh()
         if self.schedule is not None:
             return self.schedule.step(self._taken(batch), scale)
@@ -144,6 +149,9 @@ class ParallelModel:
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
         """Return the objective's sums, or this worker's part of them: a scalar for the plain summed loss."""
+        if self.ragged:
+            rows = self.microbatch if self.schedule is not None else len(batch.inputs)
+            make_places(self.model, batch.document_counts, rows)
         self.refresh()
         return self.schedule.evaluate(self._taken(batch)) if self.schedule is not None else self._sums(batch)
 
@@ -185,7 +193,9 @@ class ParallelModel:
         """Return what of a batch the model and the objective take."""
         batch = batch if self.teach is None else self.teach(batch)
         if self.parts is not None:  # documents stay whole: keys are those of all parts
-            batch = replace(batch, inputs=self.parts.take(batch.inputs), labels=self.parts.take(batch.labels))
+            # labels, too, where an objective measures whole sequences
+            labels = self.parts.take(batch.labels) if self.head is None else batch.labels
+            batch = replace(batch, inputs=self.parts.take(batch.inputs), labels=labels)
         return replace(
             batch,
             documents=batch.documents if self.documents or self.head is not None else None,
@@ -235,13 +245,15 @@ def parallelize_model(
     layout = layout_of(model, recipe.model.layout)
     tensor, pipeline, context = world.axis("tensor"), world.axis("pipeline"), world.axis("context")
     if context.size > 1:
-        check_sequences(model, context.size, objective)
+        check_sequences(model, context.size)
     names = frozenset(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
     rows = train.batch // world.data.size
     microbatch = min(train.microbatch or rows, rows)
     cuts = cuts_of(model, layout, tensor.size) if tensor.size > 1 else None
     copies = world.axis("shard").size == 1
     missing: Missing = ()
+
+    ragged = keeps_apart(model, recipe, world.device, microbatch)
 
     # products in float8
     holds = world.data.size == 1 and tensor.size == 1
@@ -277,13 +289,14 @@ def parallelize_model(
         share_experts(stages.model, world.expert_mesh["expert"], world.axis("expert"))
 
     # sequences, over the context axis
-    if context.size > 1:
+    parts = SequenceParts(context) if context.size > 1 else None
+    if parts is not None:
         for stage in stages.stages:
             assert isinstance(stage.module, Decoder)
             split_sequences(stage.module, context, parallel.context_attention or "all-gather", first=stage.first)
 
     for stage in stages.stages:
-        _set_forward(stage, recipe, world, cuts, vocabulary, head)
+        _set_forward(stage, recipe, world, cuts, vocabulary, head, parts)
 
     # activations, then kernels
     recompute([block for stage in stages.stages for block in stage.blocks], train.recompute, train.recompute_blocks)
@@ -327,28 +340,23 @@ def parallelize_model(
         copies=copies,
         reduce_each=bool(parallel.reduce_each),
         documents=_takes_documents(model),
-        parts=SequenceParts(context) if context.size > 1 else None,
+        parts=parts,
         one_shape=world.device.type == "cuda",
         forgets="no-gradient-reduction" in mutations,
         head=head,
         float8=float8,
         gathered=gathered,
+        ragged=ragged,
     )
 
 
-def check_sequences(model: nn.Module, size: int, objective: Objective | TeacherTargets | None) -> None:
+def check_sequences(model: nn.Module, size: int) -> None:
     """Raise ModelError for what cannot be split over the context axis."""
     if not isinstance(model, Decoder):
         raise ModelError(
             f"parallel.context is {size}, but {type(model).__name__} is none of Headway's decoders, whose attention "
             f"can be split",
             hint="--set parallel.context=1",
-        )
-    if objective is not None:
-        raise ModelError(
-            f"parallel.context is {size}, but only the plain loss of next tokens, without weights of samples, can be "
-            f"split by sequence",
-            hint="--set parallel.context=1, and shard, tensor or pipeline axes instead",
         )
 
 
@@ -397,6 +405,7 @@ def _set_forward(
     cuts: TensorCuts | None,
     vocabulary: int | None,
     head: MeasureHead | None,
+    parts: SequenceParts | None,
 ) -> None:
     """Run a stage in the recipe's precision; it returns the summed loss, the objective's sums, or the stream."""
     model, tensor = stage.module, world.axis("tensor")
@@ -405,7 +414,7 @@ def _set_forward(
         forward = model.forward if stage.last else model.hidden
         if stage.last and head is not None:
             group = tensor.group if cuts is not None and cuts.by_sequence else None
-            forward = partial(_measured, head, _scores_of(model, head.objective, group), documents)
+            forward = partial(_measured, head, _scores_of(model, head.objective, group), documents, parts)
         model.loss.z_loss = recipe.train.z_loss
         if cuts is not None:
             shape = LogitOptions(model.loss.softcap, recipe.train.z_loss)
@@ -432,7 +441,7 @@ def _set_forward(
             forward = partial(_loss_of_logits, model.forward, tensor, vocabulary, recipe.train.z_loss)
         elif stage.last and head is not None:
             scores = partial(_logprobs_of_model, model.forward, tensor, vocabulary)
-            forward = partial(_measured, head, scores, documents)
+            forward = partial(_measured, head, scores, documents, None)
         if cuts is not None:
             forward = partial(_explained, forward, model, cuts)
     # FSDP gathers in the right precision; without data axes, autocast converts higher-precision weights here.
@@ -461,14 +470,25 @@ def _measured(
     head: MeasureHead,
     scores_of: Callable[[DeviceBatch, Tensor | None], Any],
     takes_documents: bool,
+    parts: SequenceParts | None,
     x: Tensor,
     labels: Tensor,
     documents: Tensor | None = None,
     **columns: Tensor,
 ) -> Tensor:
-    """An objective of log-probabilities; `x` may be the stream."""
+    """An objective of log-probabilities; `x` may be the stream.
+
+    Workers with `parts` of sequences all measure whole ones, and the first of them reports the sums.
+    """
     batch = DeviceBatch(x, labels, documents, columns)
-    return head(scores_of(batch, documents if takes_documents else None), batch)
+    seen = documents if takes_documents else None
+    if parts is None:
+        return head(scores_of(batch, seen), batch)
+    of_tokens = {TEACHER_IDS: parts.take(columns[TEACHER_IDS])} if TEACHER_IDS in columns else {}
+    scores = scores_of(replace(batch, labels=parts.take(labels), columns=of_tokens), seen)
+    whole_scores = parts.whole(scores) if isinstance(scores, Tensor) else tuple(map(parts.whole, scores))
+    sums = head(whole_scores, batch)
+    return sums if parts.axis.rank == 0 else sums - sums.detach()
 
 
 def _denoised(

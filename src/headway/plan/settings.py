@@ -9,7 +9,11 @@ from headway.plan.optimizer import OptimizerFootprint
 
 LOW = ("fp8", "mxfp8", "nvfp4")
 """Precisions below bfloat16, used for the GEMMs of linear layers only."""
-Recompute = Literal["none", "attention", "selective", "full"]
+Recompute = Literal["none", "attention", "selective", "except-attention", "full"]
+RECOMPUTE_GEMMS = ("except-attention", "full")
+"""Policies that repeat a layer's GEMMs, and with them all of its collectives."""
+RECOMPUTE_GATHERS = ("selective", *RECOMPUTE_GEMMS)
+"""Policies that repeat collectives between kept results."""
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 ContextAttention = Literal["all-gather", "all-to-all", "ring"]
 

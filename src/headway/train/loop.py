@@ -269,7 +269,7 @@ def observed_fp8(parts: Parts, step: int) -> dict[str, float]:
     float8, section = parts.spread.float8, parts.recipe.train.fp8
     if float8 is None or section is None:
         return {}
-    first = parts.world.axis("tensor").rank == parts.world.data.rank == 0  # of each stage
+    first = parts.world.reports and parts.world.data.rank == 0  # of each stage
     seen = record_observed(parts.recorder, float8, section.alarm, step) if first and fp8_is_due(step) else {}
     float8.forget()
     return seen
