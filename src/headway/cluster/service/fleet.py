@@ -134,23 +134,20 @@ class Fleet:
         self.silence.look()
         with self._store.read() as connection:
             rows = connection.execute(select(nodes.c.name, nodes.c.state)).all()
-            away = {row.name: row.state for row in rows if self.silence.silent_s(row.name) > AWAY_S}
-            new = [name for name, state in away.items() if state in ("healthy", "quarantined")]
-            silent = {name for name in away if self._is_given_up(name)}
+            away = self.silence.silent_for(AWAY_S, (row.name for row in rows))
+            new = [row.name for row in rows if row.name in away and row.state in ("healthy", "quarantined")]
+            silent = self.silence.silent_for(self.give_up_after_s, away)
             gone = sorted(silent & _busy_nodes(connection)) if silent else []
             moved = self._moved_windows(connection)
         if not new and not gone and not moved:
             return
         with self._store.write() as transaction:
-            self.set_states(transaction, [name for name in new if self.silence.silent_s(name) > AWAY_S], "draining")
-            for name in gone:
-                if self._is_given_up(name):  # it may have reported meanwhile
-                    self._give_up(transaction, name)
+            # some may have reported meanwhile
+            self.set_states(transaction, sorted(self.silence.silent_for(AWAY_S, new)), "draining")
+            for name in sorted(self.silence.silent_for(self.give_up_after_s, gone)):
+                self._give_up(transaction, name)
             self._record_windows(transaction)
         self._control.nodes_changed({*new, *gone, *transaction.nodes})
-
-    def _is_given_up(self, name: str) -> bool:
-        return self.silence.silent_s(name) > self.give_up_after_s
 
     def _give_up(self, transaction: Transaction, name: str) -> None:
         rows = _jobs_on(transaction, name)

@@ -1,5 +1,6 @@
 """Which state a node is in, and for how long it has been silent: pure, but for a clock that is an argument."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from headway.cluster.service.messages import NodeReport
@@ -54,10 +55,10 @@ class NodeSilence:
         """Note that the service is awake: time beyond LONGEST_LOOK_S since the last look is no silence of any node."""
         self._looked = self._clock(), self._awake_s()
 
-    def silent_s(self, name: str) -> float:
-        """Seconds since a node has reported; infinite for one that is not expected to."""
-        reported = self._reported.get(name)
-        return float("inf") if reported is None else self._awake_s() - reported
+    def silent_for(self, seconds: float, names: Iterable[str]) -> set[str]:
+        """The nodes that have not reported for longer."""
+        since = self._awake_s() - seconds
+        return {name for name in names if self._reported.get(name, -math.inf) < since}
 
     def _awake_s(self) -> float:
         looked, awake_s = self._looked
