@@ -7,10 +7,18 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, or_, select, true
 
-from headway.cluster.engines.engine import OVER
 from headway.cluster.service.event_sentences import ClusterEvent, events_of
 from headway.cluster.service.node_state import node_reason
-from headway.cluster.service.tables import jobs, maintenance, node_conditions, nodes, ranks
+from headway.cluster.service.tables import (
+    JOB_IS_ALIVE,
+    JOB_IS_OVER,
+    RANK_IS_ALIVE,
+    jobs,
+    maintenance,
+    node_conditions,
+    nodes,
+    ranks,
+)
 
 MOST_JOBS = 1000
 """Jobs of one answer."""
@@ -24,7 +32,7 @@ def list_jobs(
     """Jobs of some tenants (None: all): by id or array, or all that are not over; with `over` the newest that are."""
     where = or_(jobs.c.id.in_(names), jobs.c.array.in_(names))
     if not names:
-        where = jobs.c.state.in_(OVER) if over else jobs.c.state.not_in(OVER)
+        where = JOB_IS_OVER if over else JOB_IS_ALIVE
     order = jobs.c.number.desc() if over else jobs.c.number
     rows = connection.execute(select(jobs).where(where, _of(tenants)).order_by(order).limit(MOST_JOBS)).all()
     grants = _grants(connection, [row.id for row in rows if row.starts])
@@ -81,7 +89,7 @@ def name_jobs(connection: Connection, events: Iterable[ClusterEvent]) -> list[di
 
 def tenant_jobs(connection: Connection, tenants: Tenants) -> set[str]:
     """The ids of the jobs of some tenants (None: all) that are not over."""
-    return set(connection.execute(select(jobs.c.id).where(jobs.c.state.not_in(OVER), _of(tenants))).scalars())
+    return set(connection.execute(select(jobs.c.id).where(JOB_IS_ALIVE, _of(tenants))).scalars())
 
 
 def _of(tenants: Tenants) -> ColumnElement[bool]:
@@ -94,7 +102,7 @@ def list_nodes(connection: Connection) -> list[dict[str, Any]]:
     alive = (
         select(ranks.c.node, ranks.c.gpus, ranks.c.job, jobs.c.request)
         .join(jobs, jobs.c.id == ranks.c.job)
-        .where(ranks.c.state != "exited")
+        .where(RANK_IS_ALIVE)
     )
     held: dict[str, list[Any]] = {}
     for row in connection.execute(alive):
