@@ -153,7 +153,7 @@ def plan(
     ] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="With --serve: sequences at a time (default: as many as fit)."),
+        typer.Option(metavar="N", min=1, help="With --serve: sequences at a time (default: as many as pay)."),
     ] = None,
     max_batch_tokens: Annotated[
         int | None,
