@@ -75,10 +75,8 @@ def _show_jobs(jobs: list[dict[str, Any]], lines: Iterator[tuple[str, str]], sho
         shown = True
         show(name, line)
     if not shown:
-        number, name = jobs[0]["id"], jobs[0]["name"]
-        print(
-            f"note: job {number} ({name}) has printed nothing; headway why {number} says how it stands", file=sys.stderr
-        )
+        job = jobs[0]["id"]
+        print(f"note: job {job} ({jobs[0]['name']}) has printed nothing; headway why {job} says why", file=sys.stderr)
 
 
 def _available(names: list[str], folder: Path) -> str:
