@@ -24,7 +24,7 @@ def record_specs(
         if is_elsewhere(transaction, spec["name"]):
             raise UsageError(
                 f"node '{spec['name']}' has joined from elsewhere, and this machine has the same name",
-                hint="--no-local-node, or headway node remove it",
+                hint="--no-local-node, or headway node rm it",
             )
         if spec["name"] not in known:
             values = {"name": spec["name"], "spec": json.dumps(spec), "state": "draining"}

@@ -94,7 +94,8 @@ def _shown(request: LaunchRequest, what: str) -> str:
 def tenant_of(request: LaunchRequest, tenants: list[str]) -> str:
     """Return the tenant of a request; UsageError if it names none and there are several."""
     if "tenant" not in request.site and len(tenants) != 1:
-        raise UsageError(f"job {request.name} names no tenant", hint=f"--tenant with one of {', '.join(tenants)}")
+        hint = f"--tenant, or tenant in a job's file: one of {', '.join(tenants)}"
+        raise UsageError(f"job {request.name} names no tenant", hint=hint)
     return request.site.get("tenant", tenants[0])
 
 

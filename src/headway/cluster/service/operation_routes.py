@@ -157,7 +157,7 @@ def add_operation_routes(app: FastAPI, service: LiveService) -> None:
         begins, ends = month_of(name)
         with store.read() as connection:
             held = allocations_in(connection, begins, ends, tenants_of(caller))
-        rows = [asdict(row) for row in usage_of(held, begins, ends, now, {})]
+        rows = [asdict(row) for row in usage_of(held, begins, ends, now, {}, plane.speed)]
         return MonthAnswer(month=name, usage=[UsageAnswer(**row) for row in rows])
 
     @app.get("/metrics", response_class=PlainTextResponse)

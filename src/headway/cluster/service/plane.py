@@ -34,7 +34,15 @@ from headway.cluster.service.port_streams import PortStreams
 from headway.cluster.service.record_lines import RecordLines
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import JOB_IS_OFFERED, RANK_IS_ALIVE, RANK_IS_GRANTED, jobs, node_conditions, nodes, ranks
+from headway.cluster.service.tables import (
+    JOB_IS_OFFERED,
+    RANK_IS_ALIVE,
+    RANK_IS_GRANTED,
+    jobs,
+    node_conditions,
+    nodes,
+    ranks,
+)
 from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
@@ -58,7 +66,7 @@ class ControlPlane:
         """`clock` returns Unix seconds, `monotonic` seconds that never jump, by which nodes are silent; the scheduler's
         time passes `speed` times as fast, for emulated clusters. Without `secrets` those of jobs can be read by this
         plane only."""
-        self._store, self._clock, self._speed = store, clock, speed
+        self._store, self._clock, self.speed = store, clock, speed
         self._group = GroupCommit(store)
         self._began = clock()
         self._offset = store.lines.last_at
@@ -76,7 +84,7 @@ class ControlPlane:
     @property
     def now_s(self) -> float:
         """The scheduler's time: it never goes back, and stands still while no service runs."""
-        return max(self._offset + (self._clock() - self._began) * self._speed, self._store.lines.last_at)
+        return max(self._offset + (self._clock() - self._began) * self.speed, self._store.lines.last_at)
 
     @property
     def wall_s(self) -> float:
