@@ -311,6 +311,19 @@ def test_tokens_depend_neither_on_when_replies_come_nor_on_the_batch(decoder: to
     assert len({rollout.token_ids for rollout in at_once}) == 3
 
 
+def test_answers_to_a_prompt_share_its_blocks_with_the_first(decoder: torch.nn.Module) -> None:
+    """A pass has room for two prompts; answers one after another would compute two of the first prompt in it."""
+    prompts = [Prompt(number, tuple(ids_of(text)), text, {}) for number, text in enumerate(("12+34+56?", "21+43+65?"))]
+    asked = [AnswerRequest(prompt, prompt.number, answer) for prompt in prompts for answer in range(4)]
+    most = sum(len(prompt.ids) for prompt in prompts)
+    options = EngineOptions(cache_tokens=2000, block_size=4, max_batch_tokens=most, max_sequences=8)
+    rl = Rl(rewards=["math"], max_tokens=20)
+    sampler = AnswerSampler(rl, 3, TextEngine(loaded(decoder), options), lambda: None)
+    assert len(sampled(sampler, asked)) == 8
+    shared = sum(3 * ((len(prompt.ids) - 1) // 4 * 4) for prompt in prompts)
+    assert sampler.engine.engine.counts.shared_tokens == shared
+
+
 def test_log_probabilities_of_all_turns_are_those_of_one_pass(decoder: torch.nn.Module) -> None:
     """The ids of all turns and replies in one pass give each written token the bits that its sampling gave it."""
     for rollout in sampled(sampler_of(decoder, lambda waiting: waiting), requests(3)):

@@ -143,7 +143,8 @@ class AnswerSampler:
     ) -> None:
         """Sample answers; `on_done` is called with each as it ends, `on_step` after every pass of the engine."""
         growing = dict[str, _Growing]()
-        for request in requests:
+        # One answer to each prompt first: the others begin with blocks of its prompt.
+        for request in sorted(requests, key=lambda request: request.answer):
             name = f"{request.sample}/{request.answer}"
             growing[name] = _Growing(request)
             self._begin_turn(name, growing[name], greedy=greedy)
