@@ -453,10 +453,10 @@ def h200() -> Any:
 
 
 def planned_seconds(recipe: Any) -> float:
-    """Return the planned step time."""
+    """Return the planned step time, by the ceilings that `headway plan` takes for an H200."""
     from headway.plan.plan import plan
 
-    return float(plan(recipe, h200()).result.plans[0].estimate.step.seconds)
+    return float(plan(recipe, h200(), fidelity="measured").result.plans[0].estimate.step.seconds)
 
 
 def diffusers_step(row: dict[str, Any], way: str, device: torch.device) -> Step:
