@@ -7,6 +7,7 @@ Tensor names end in their shape, as everywhere in `models/`; besides those of `m
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +145,31 @@ def project(layer: Linear, x_BLD: Tensor, fuses: bool) -> tuple[Tensor, Tensor |
     """Apply a layer; also return its bias where what `fuses` with it computes the bias's gradient."""
     if layer.bias is None or not fuses or not _is_plain(layer, Linear):
         return layer(x_BLD), None
+    outputs, inputs = layer.weight.shape
+    if inputs > outputs and outputs % TILE:
+        bias = autocast(layer.bias).detach()
+        return _Narrowing.apply(x_BLD.to(bias.dtype), autocast(layer.weight), bias), layer.bias
     return nn.functional.linear(x_BLD, layer.weight, layer.bias.detach()), layer.bias
+
+
+TILE = 256
+"""Of outputs, in cuBLAS's products for weights' gradients."""
+
+
+class _Narrowing(torch.autograd.Function):
+    """A linear map to fewer outputs, with the weight's gradient computed transposed: on an H200 cuBLAS takes 0.87 ms
+    for [4608, 1152] from 65,536 tokens, and 1.05 for [1152, 4608]. Where tiles divide the outputs, both are as fast."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BLI, weight_OI)
+        return nn.functional.linear(x_BLI, weight_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BLO: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x_BLI, weight_OI = ctx.saved_tensors
+        weight_IO = x_BLI.flatten(0, 1).t() @ grad_BLO.flatten(0, 1)
+        return grad_BLO @ weight_OI, weight_IO.t(), None
 
 
 def project_heads(
