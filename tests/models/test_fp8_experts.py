@@ -70,7 +70,7 @@ def test_every_row_has_a_place_and_experts_begin_at_multiples(tokens: int, exper
         assert (int(token[place]), int(expert[place])) == wanted
 
 
-@pytest.mark.parametrize("kernel", ["reference", "triton"])
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_products_are_near_those_of_bfloat16(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number in e4m3 is off by 2 to 3 % on average; three products follow each other."""
     if kernel == "triton":

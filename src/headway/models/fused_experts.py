@@ -37,7 +37,7 @@ def places(chosen_TX: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def sorted_places(chosen_TX: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the experts of rows sorted by them [N], which of all choices each is [N], and where each expert's end [E]."""
+    """Return experts of rows sorted by them [N], which of all choices each row is [N], and where experts' rows end."""
     kind = torch.uint8 if count <= WIDE else torch.int16
     expert_N, order_N = chosen_TX.flatten().to(kind).sort(stable=True)
     numbers_E = torch.arange(count, dtype=torch.int32, device=expert_N.device)
