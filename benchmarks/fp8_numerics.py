@@ -10,6 +10,7 @@ bfloat16's, or within the spread of bfloat16's seeds (largest minus smallest), w
 """
 
 import argparse
+import fcntl
 import json
 import statistics
 import time
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tiny", action="store_true", help="A model for a CPU, to try the script.")
+    parser.add_argument("--lock", type=Path, help="Wait after the first step while train_gpu.py holds this file.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     tokens = open_dataset(options.data).tokens[0]
@@ -101,6 +103,9 @@ def train(way: str, seed: int, tokens: np.ndarray, options: argparse.Namespace) 
         batch = DeviceBatch(rows[:, :-1].to(device).contiguous(), rows[:, 1:].to(device).contiguous())
         loss = passes(batch, SumScale.per_label(options.batch * options.seq))
         losses.append(loss.detach().clone())
+        if options.lock and step == 1:
+            with options.lock.open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)
         clip(optimizer, parameters.values(), total_norm(parameters, world), recipe.train.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
