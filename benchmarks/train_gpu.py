@@ -26,6 +26,7 @@ their own shapes by cuBLAS, causal attention by cuDNN, and the bytes of everythi
 """
 
 import argparse
+import fcntl
 import gc
 import json
 import os
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=["headway", "liger", "bound"])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=STEPS, help="Timed steps, in four parts.")
+    parser.add_argument("--lock", type=Path, help="Time steps only while holding this file: others may compile then.")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="Settings of Headway's recipe.")
     parser.add_argument("--data", type=Path, help="A data set whose tokens are read, in place of random ones.")
     parser.add_argument("--peers-do-not-clip", action="store_true")
@@ -130,6 +132,7 @@ def in_a_process(row: str, way: str, options: argparse.Namespace) -> dict[str, A
     words = [sys.executable, __file__, "--one", row, way, "--steps", str(options.steps), "--set", *options.set]
     words += ["--profile", str(options.profile)] if options.profile else []
     words += ["--data", str(options.data)] if options.data else []
+    words += ["--lock", str(options.lock)] if options.lock else []
     words += ["--peers-do-not-clip"] if options.peers_do_not_clip else []
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -185,6 +188,9 @@ def measured(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     loss = step()
     torch.cuda.synchronize()
     first_s = time.perf_counter() - began
+    if options.lock:
+        held = options.lock.open("w")  # until this process ends
+        fcntl.flock(held, fcntl.LOCK_EX)
     parts = min(4, steps)
     for _ in range(0 if "steps" in shape else WARM):
         step()

@@ -85,7 +85,7 @@ def test_activation_and_its_gradients_are_those_of_the_formula(
 
 
 OPERATORS = {
-    "experts_spread": lambda: (drawn(3, 8), places(3, 2)),
+    "experts_spread": lambda: (drawn(3, 8), places(3, 2), None),
     "experts_combined": lambda: (drawn(6, 8), places(3, 2), None),
     "experts_activation": lambda: (drawn(6, 8), drawn(6, 8), drawn(3, 2), places(3, 2)),
     "experts_activation_backward": lambda: (drawn(6, 8), drawn(6, 8), drawn(6, 8), drawn(3, 2), places(3, 2)),

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from headway.kernels.compile_ahead import LaunchSpec
-from headway.kernels.dispatch import uses_triton
+from headway.kernels.dispatch import fused, uses_triton
 from headway.kernels.triton_compat import tl, triton, triton_op
 
 MOST_BLOCK = 2048
@@ -32,9 +32,9 @@ WARPS = 4
 # -- in PyTorch
 
 
-def reference_spread(x_TD: Tensor, back_TX: Tensor) -> Tensor:
+def reference_spread(x_TD: Tensor, back_TX: Tensor, places: int | None = None) -> Tensor:
     """Return rows [N, D]."""
-    rows_ND = x_TD.new_empty(back_TX.numel(), x_TD.shape[1])
+    rows_ND = _rows_of(x_TD, back_TX, places)
     rows_ND[back_TX.flatten()] = x_TD.repeat_interleave(back_TX.shape[1], dim=0)
     return rows_ND
 
@@ -47,7 +47,7 @@ def reference_combined(rows_ND: Tensor, back_TX: Tensor, others_ND: Tensor | Non
 
 def reference_activation(gate_NH: Tensor, up_NH: Tensor, weights_TX: Tensor, back_TX: Tensor) -> Tensor:
     """Return h [N, H]."""
-    weights_N1 = _by_row(weights_TX, back_TX).unsqueeze(1)
+    weights_N1 = _by_row(weights_TX, back_TX, len(gate_NH)).unsqueeze(1)
     gate = gate_NH.float()
     return (gate * torch.sigmoid(gate) * up_NH.float() * weights_N1).to(gate_NH.dtype)
 
@@ -56,7 +56,7 @@ def reference_activation_backward(
     dh_NH: Tensor, gate_NH: Tensor, up_NH: Tensor, weights_TX: Tensor, back_TX: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of gate, up and weights, and h."""
-    weights_N1 = _by_row(weights_TX, back_TX).unsqueeze(1)
+    weights_N1 = _by_row(weights_TX, back_TX, len(gate_NH)).unsqueeze(1)
     dh, gate, up = (x.float() for x in (dh_NH, gate_NH, up_NH))
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
@@ -67,19 +67,20 @@ def reference_activation_backward(
     return dgate_NH, dup_NH, dweights_N[back_TX], h_NH
 
 
-def _by_row(weights_TX: Tensor, back_TX: Tensor) -> Tensor:
-    return torch.zeros_like(weights_TX.flatten()).scatter(0, back_TX.flatten().long(), weights_TX.flatten())
+def _by_row(weights_TX: Tensor, back_TX: Tensor, rows: int) -> Tensor:
+    return weights_TX.new_zeros(rows).scatter(0, back_TX.flatten().long(), weights_TX.flatten())
 
 
 # -- whichever kernel
 
 
-def spread(x_TD: Tensor, back_TX: Tensor) -> Tensor:
-    """Return a row for each expert of each token, at the places that `back` has."""
-    if uses_triton("experts", x_TD):
-        rows: Tensor = _spread(x_TD, back_TX)
+def spread(x_TD: Tensor, back_TX: Tensor, places: int | None = None) -> Tensor:
+    """Return a row for each expert of each token, at the places that `back` has; with more places than rows, other
+    places are left as they are in memory."""
+    if fused("experts", x_TD.device.type, torch.bfloat16).kernel == "triton":
+        rows: Tensor = _spread(x_TD, back_TX, places)
         return rows
-    return reference_spread(x_TD, back_TX)
+    return reference_spread(x_TD, back_TX, places)
 
 
 def combined(rows_ND: Tensor, back_TX: Tensor, others_ND: Tensor | None = None) -> Tensor:
@@ -199,15 +200,15 @@ def _block(width: int) -> int:
     return min(MOST_BLOCK, max(16, 1 << (width - 1).bit_length()))
 
 
-def _rows_of(x_TD: Tensor, back_TX: Tensor) -> Tensor:
-    return x_TD.new_empty(back_TX.numel(), x_TD.shape[1])
+def _rows_of(x_TD: Tensor, back_TX: Tensor, places: int | None) -> Tensor:
+    return x_TD.new_empty(back_TX.numel() if places is None else places, x_TD.shape[1])
 
 
 @triton_op("headway::experts_spread", mutates_args=())
-def _spread(x_TD: Tensor, back_TX: Tensor) -> Tensor:
+def _spread(x_TD: Tensor, back_TX: Tensor, places: int | None) -> Tensor:
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    rows_ND, (tokens, width) = _rows_of(x_TD, back_TX), x_TD.shape
-    if rows_ND.numel():
+    rows_ND, (tokens, width) = _rows_of(x_TD, back_TX, places), x_TD.shape
+    if back_TX.numel():
         block = _block(width)
         wrap_triton(_spread_kernel)[(tokens * -(-width // block),)](
             x_TD, back_TX.contiguous(), rows_ND, width, x_TD.stride(0), X=back_TX.shape[1], BLOCK=block, num_warps=WARPS
@@ -216,8 +217,8 @@ def _spread(x_TD: Tensor, back_TX: Tensor) -> Tensor:
 
 
 @_spread.register_fake
-def _(x_TD: Tensor, back_TX: Tensor) -> Tensor:
-    return _rows_of(x_TD, back_TX)
+def _(x_TD: Tensor, back_TX: Tensor, places: int | None) -> Tensor:
+    return _rows_of(x_TD, back_TX, places)
 
 
 @triton_op("headway::experts_combined", mutates_args=())

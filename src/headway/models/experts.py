@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from headway.kernels import batch_invariant, routing
 from headway.kernels import dispatch as table
+from headway.kernels.expert_codes import MOST_WIDTH
+from headway.models.fp8_experts import float8_experts
 from headway.models.fp8_grouped import grouped_linear
 from headway.models.fp8_linear import Float8Weights, linear
 from headway.models.fused_experts import fused_experts
@@ -87,8 +89,10 @@ class Experts(nn.Module):
             return torch.empty_like(x_TD)
         x_TD = autocast(x_TD)
         if self._is_fused(x_TD):
-            matrices = (matrices.to(x_TD.dtype) for matrices in (self.gate, self.up, self.down))
-            return fused_experts(x_TD, weights_TX, chosen_TX, *matrices)
+            matrices = (self.gate, self.up, self.down)
+            if self.fp8 is not None:
+                return float8_experts(x_TD, weights_TX, chosen_TX, matrices, self.fp8)
+            return fused_experts(x_TD, weights_TX, chosen_TX, *(stack.to(x_TD.dtype) for stack in matrices))
         expert_N, order_N = chosen_TX.flatten().sort(stable=True)
         back_N = order_N.argsort()
         rows_ND = gather_rows(x_TD, order_N // chosen_TX.shape[1], back_N, chosen_TX.shape[1])
@@ -102,7 +106,7 @@ class Experts(nn.Module):
     def _is_fused(self, x_TD: Tensor) -> bool:
         """Whether all of a pass is one function: experts are here, without biases, and products are grouped."""
         plain = self.activation is swiglu and self.gate_bias is None and not self.is_shared
-        plain = plain and not self.exact and self.fp8 is None
+        plain = plain and not self.exact and (self.fp8 is None or self.gate.shape[1] <= MOST_WIDTH)
         return plain and len(x_TD) > 0 and self._kernel(x_TD.device, x_TD.dtype) == "grouped"
 
     def compute(self, rows_ND: Tensor, expert_N: Tensor) -> Tensor:

@@ -31,12 +31,17 @@ def fused_experts(
 
 def places(chosen_TX: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return where each token's rows are once sorted by expert [T, X], and where each expert's rows end [E]."""
+    _, order_N, ends_E = sorted_places(chosen_TX, count)
+    numbers_N = torch.arange(len(order_N), dtype=torch.int32, device=order_N.device)
+    return torch.empty_like(numbers_N).scatter_(0, order_N, numbers_N).view(chosen_TX.shape), ends_E
+
+
+def sorted_places(chosen_TX: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return experts of rows sorted by them [N], which of all choices each row is [N], and where experts' rows end."""
     kind = torch.uint8 if count <= WIDE else torch.int16
     expert_N, order_N = chosen_TX.flatten().to(kind).sort(stable=True)
-    numbers_N = torch.arange(len(order_N), dtype=torch.int32, device=order_N.device)
-    back_TX = torch.empty_like(numbers_N).scatter_(0, order_N, numbers_N).view(chosen_TX.shape)
-    numbers_E = torch.arange(count, device=expert_N.device)
-    return back_TX, torch.searchsorted(expert_N.int(), numbers_E.int(), right=True, out_int32=True)
+    numbers_E = torch.arange(count, dtype=torch.int32, device=expert_N.device)
+    return expert_N, order_N, torch.searchsorted(expert_N.int(), numbers_E, right=True, out_int32=True)
 
 
 class _FusedExperts(torch.autograd.Function):
