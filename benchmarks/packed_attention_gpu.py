@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from headway.kernels import document_attention as ragged
+from headway.kernels.document_attention import document_starts, places_for
 from headway.models.attention import attend_all, choose, see
 
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))
@@ -108,7 +109,7 @@ def flex(case: Packed) -> Both:
 def flash(case: Packed) -> Both:
     """PyTorch's flash attention over ragged rows."""
     q, k, v, grad = case.flat
-    starts = ragged.document_starts(case.documents, len(case.lengths))
+    starts = document_starts(case.documents, len(case.lengths)).starts_S1
     longest, aten = max(case.lengths), torch.ops.aten
     options = (starts, starts, longest, longest, 0.0, True)
 
@@ -123,57 +124,32 @@ def flash(case: Packed) -> Both:
     return forward, both
 
 
-def cudnn(case: Packed, places: int, longest: int, sums: bool = True) -> Both:
-    """cuDNN over ragged rows, of so many documents at most."""
-    q, k, v, grad = case.flat
-    starts = ragged.document_starts(case.documents, places)
-    shape = ragged.shape_of(q, k, v, starts, longest, q.shape[-1] ** -0.5, sums)
+def cudnn(case: Packed, places: int | None = None, *, deterministic: bool = False) -> Both:
+    """What Headway runs: cuDNN over ragged rows."""
+    documents = document_starts(case.documents, places or places_for(len(case.lengths)))
 
-    def forward() -> tuple[Tensor, Tensor]:
-        return ragged.forward_pass(q, k, v, starts, shape)
+    def attention() -> Tensor:
+        with repeated(deterministic):
+            return attend_all(case.q, case.k, case.v, documents)
 
-    def both() -> tuple[Tensor, ...]:
-        out, kept = forward()
-        return (out, *ragged.backward_pass(grad, q, k, v, out, kept, starts, shape))
-
-    return forward, both
+    return by_autograd(attention, case)
 
 
-def replayed(made: Both) -> Both:
-    """The same from a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    made[1]()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        kept = made[1]()
-
-    def both() -> tuple[Tensor, ...]:
-        graph.replay()
-        return kept
-
-    return both, both
-
-
-def deterministic(case: Packed, places: int) -> Both:
-    """cuDNN over ragged rows, with the same bits every time."""
-    torch.use_deterministic_algorithms(True)
+@contextmanager
+def repeated(wanted: bool) -> Iterator[None]:
+    """Have PyTorch ask for the same bits every time."""
+    torch.use_deterministic_algorithms(wanted)
     try:
-        return cudnn(case, places, LENGTH)
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def ways(case: Packed) -> Iterator[tuple[str, Callable[[], Both]]]:
     """Yield all ways on packed documents, the slowest to compile last."""
-    count = len(case.lengths)
-    longest = -(-max(case.lengths) // 256) * 256
-    yield "cudnn", lambda: cudnn(case, count, LENGTH)
-    yield f"cudnn, longest {longest}", lambda: cudnn(case, count, longest)
-    yield "cudnn, 64 places", lambda: cudnn(case, 64, LENGTH)
-    yield "cudnn, 256 places", lambda: cudnn(case, 256, LENGTH)
-    yield "cudnn, all sums", lambda: cudnn(case, count, LENGTH, sums=False)
-    yield "cudnn, deterministic", lambda: deterministic(case, count)
-    yield "cudnn, CUDA graph", lambda: replayed(cudnn(case, 64, LENGTH))
+    yield "cudnn", lambda: cudnn(case)
+    yield "cudnn, 256 places", lambda: cudnn(case, 256)
+    yield "cudnn, deterministic", lambda: cudnn(case, deterministic=True)
     yield "flash", lambda: flash(case)
     yield "flex", lambda: flex(case)
 
