@@ -22,6 +22,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -121,6 +122,7 @@ def main() -> None:
             result = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         print(json.dumps(result), flush=True)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the process of a way ends, too
     versions = {name: version_of(name) for name in PACKAGES}
     print("  ".join(f"{name} {version or 'MISSING'}" for name, version in versions.items()), flush=True)
     results = list[dict[str, Any]]()
@@ -152,17 +154,32 @@ def in_a_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     words += [*(["--tiny"] if options.tiny else []), "--set", *options.set]
     began = time.perf_counter()
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    why = f"took more than {options.limit:.0f} s"
     try:
         output, _ = process.communicate(timeout=options.limit)
-        texts = [text for text in output.splitlines() if text.startswith("{") and '"timed_since"' not in text]
-        result = json.loads(texts[-1]) if texts else {"error": f"exit status {process.returncode}"}
+        why = f"exit status {process.returncode}"
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
+        end(process)
         output, _ = process.communicate()
-        result = {"error": f"took more than {options.limit:.0f} s", **_least(output)}
+    finally:
+        end(process)
+    # A way of Headway has printed its whole step before it times its parts.
+    result = _last(output) or {"error": why, **_least(output)}
     return {"way": name, "process_s": round(time.perf_counter() - began, 1), **result}
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Kill a process with its children, if it still runs."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+
+
+def _last(output: str) -> dict[str, Any] | None:
+    """The result that a process printed last."""
+    texts = [text for text in output.splitlines() if text.startswith("{") and '"timed_since"' not in text]
+    return json.loads(texts[-1]) if texts else None
 
 
 def _least(output: str) -> dict[str, Any]:
