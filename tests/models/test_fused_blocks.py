@@ -14,6 +14,7 @@ from headway.kernels.dispatch import OF_DIFFUSION
 from headway.models.diffusion import dit, wan
 from headway.models.diffusion.layers import project, project_heads
 from headway.models.lora import LoraLinear
+from headway.parallel.recompute import recompute
 from headway.recipe.families.dit import DiT
 from headway.recipe.families.wan import Wan
 from headway.recipe.train import Operation
@@ -85,12 +86,15 @@ def test_fused_blocks_are_those_of_plain_pytorch(name: str, operations: tuple[An
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["wan, cross norm", "dit"])
-def test_a_compiler_takes_them_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one graph; what CPUs do with few rows in inference would break it."""
+def test_a_compiler_takes_them_as_they_are(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph, with recomputation too; what CPUs do with few rows in inference would break it."""
     monkeypatch.setattr(few_rows, "takes", lambda *_: False)
     block, inputs = case(name)
-    compiled, eager = passes(block, inputs, OF_DIFFUSION, compiled=True), passes(block, inputs, OF_DIFFUSION)
+    eager = passes(block, inputs, OF_DIFFUSION)
+    recompute([block], kind, None)
+    compiled = passes(block, inputs, OF_DIFFUSION, compiled=True)
     for actual, right in zip(compiled, eager, strict=True):
         torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5)
 

@@ -89,7 +89,9 @@ def phases(rates: Rates, part: Part, kernel: str) -> tuple[Work, Work, Work]:
         if operation.kind == "gemm":
             into[0] += rates.gemm(operation)
         elif operation.kind == "attention":
-            into[1] += rates.attention(operation, kernel)
+            mixed = kernel == "cudnn-flash2"
+            by_phase = "cudnn" if operation.phase == "forward" else "flash2"
+            into[1] += rates.attention(operation, by_phase if mixed else kernel)
         else:
             into[2] += rates.memory(operation)
     return Work(*sums["forward"]), Work(*sums["input_grad"]), Work(*sums["weight_grad"])

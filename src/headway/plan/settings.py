@@ -83,7 +83,8 @@ class Software:
 
     fusion: Literal["eager", "fused", "compiled"] = "compiled"
     """Whether memory-bound operations are one kernel each, fused by hand, or fused by a compiler."""
-    attention: Literal["unfused", "flash1", "triton1", "flash2", "flash3", "cudnn"] = "cudnn"
+    attention: Literal["unfused", "flash1", "triton1", "flash2", "flash3", "cudnn", "cudnn-flash2"] = "cudnn"
+    """`cudnn-flash2` is cuDNN's forward pass with flash's backward pass, whose bits repeat."""
     loss: Literal["stepwise", "eager", "sharded", "fused", "chunked"] = "fused"
     """`stepwise` is a vocabulary-parallel loss in float32, one small operation after the other."""
     rotary_passes: float = 2.0
