@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headway.kernels.expert_codes import activation, activation_backward, turned
 from headway.kernels.expert_rows import combined, spread
-from headway.kernels.fp8 import E4M3, MULTIPLE, cast
+from headway.kernels.fp8 import E4M3, MULTIPLE, Float8, cast
 from headway.models.fp8_linear import Float8Weights, observe
 from headway.models.fused_experts import sorted_places
 
@@ -77,17 +77,17 @@ class _Float8Experts(torch.autograd.Function):
         expert_M: Tensor,
     ) -> Tensor:
         x8 = cast(x_TD, rowwise=True, columns=False)
-        kept = list[Tensor]()
+        gate8, up8, down8 = (cast(matrices.bfloat16().flatten(0, 1)) for matrices in (gate_EHD, up_EHD, down_EDH))
 
-        def product(rows: tuple[Tensor, Tensor], matrices: Tensor) -> Tensor:
-            codes, codes_t, scale, *_ = cast(matrices.bfloat16().flatten(0, 1))
-            kept.extend((codes_t, scale))
-            return _by_expert(*rows, codes.view(matrices.shape).mT, scale, ends_E, x_TD.dtype, fast=True)
+        def product(rows: tuple[Tensor, Tensor], matrices8: Float8, shape: torch.Size) -> Tensor:
+            codes_t_E = matrices8.codes.view(shape).mT
+            return _by_expert(*rows, codes_t_E, matrices8.scale, ends_E, x_TD.dtype, fast=True)
 
         rows = _spread(x8.codes, x8.scale, back_TX, token_M)
-        gate_MH, up_MH = product(rows, gate_EHD), product(rows, up_EHD)
+        gate_MH, up_MH = product(rows, gate8, gate_EHD.shape), product(rows, up8, up_EHD.shape)
         h8 = activation(gate_MH, up_MH, weights_TX, back_TX)
-        y_TD = combined(product(h8, down_EDH), back_TX)
+        y_TD = combined(product(h8, down8, down_EDH.shape), back_TX)
+        kept = [x for matrices8 in (gate8, up8, down8) for x in (matrices8.codes_t, matrices8.scale)]
         seen = None if observed is None else observe(x_TD, x8, e5m2=False)
         ctx.save_for_backward(
             x8.codes, x8.scale, gate_MH, up_MH, *h8, weights_TX, *kept, back_TX, ends_E, token_M, expert_M, seen
