@@ -241,6 +241,7 @@ def parallelize_model(
     microbatch = min(train.microbatch or rows, rows)
     cuts = cuts_of(model, layout, tensor.size) if tensor.size > 1 else None
     copies = world.axis("shard").size == 1
+    missing: Missing = ()
 
     # products in float8
     holds = world.data.size == 1 and tensor.size == 1
@@ -248,7 +249,8 @@ def parallelize_model(
         make_fp8(model, recipe.model, train.fp8, world.device, holds=holds)
 
     # this worker's stages
-    stages, stream, missing = _stages(model, layout, recipe, world, microbatch, cuts)
+    stages, stream, tied = _stages(model, layout, recipe, world, microbatch, cuts)
+    missing += tied
 
     # each matrix, over the tensor axis
     vocabulary = None
