@@ -320,6 +320,31 @@ def parallelize_model(
     )
 
 
+def check_sequences(model: nn.Module, size: int, objective: Objective | TeacherTargets | None) -> None:
+    """Raise ModelError for what cannot be split over the context axis."""
+    if not isinstance(model, Decoder):
+        raise ModelError(
+            f"parallel.context is {size}, but {type(model).__name__} is none of Headway's decoders, whose attention "
+            f"can be split",
+            hint="--set parallel.context=1",
+        )
+    if objective is not None:
+        raise ModelError(
+            f"parallel.context is {size}, but only the plain loss of next tokens, without weights of samples, can be "
+            f"split by sequence",
+            hint="--set parallel.context=1, and shard, tensor or pipeline axes instead",
+        )
+
+
+def _takes_documents(model: nn.Module) -> bool:
+    """Whether a model supports document masking: Headway's, and classes whose forward takes `documents`."""
+    return isinstance(model, Decoder) or "documents" in inspect.signature(type(model).forward).parameters
+
+
+def _named(documents: Tensor | None) -> dict[str, Tensor]:
+    return {} if documents is None else {"documents": documents}
+
+
 def _stages(
     model: nn.Module, layout: ModelLayout, recipe: Recipe, world: World, microbatch: int, cuts: TensorCuts | None
 ) -> tuple[StageSplit, torch.Size, Missing]:
@@ -353,31 +378,6 @@ def _compile_blocks(stages: StageSplit) -> None:
     for stage in stages.stages:
         for block in stage.blocks:
             block.forward = torch.compile(block.forward)
-
-
-def check_sequences(model: nn.Module, size: int, objective: Objective | TeacherTargets | None) -> None:
-    """Raise ModelError for what cannot be split over the context axis."""
-    if not isinstance(model, Decoder):
-        raise ModelError(
-            f"parallel.context is {size}, but {type(model).__name__} is none of Headway's decoders, whose attention "
-            f"can be split",
-            hint="--set parallel.context=1",
-        )
-    if objective is not None:
-        raise ModelError(
-            f"parallel.context is {size}, but only the plain loss of next tokens, without weights of samples, can be "
-            f"split by sequence",
-            hint="--set parallel.context=1, and shard, tensor or pipeline axes instead",
-        )
-
-
-def _takes_documents(model: nn.Module) -> bool:
-    """Whether a model supports document masking: Headway's, and classes whose forward takes `documents`."""
-    return isinstance(model, Decoder) or "documents" in inspect.signature(type(model).forward).parameters
-
-
-def _named(documents: Tensor | None) -> dict[str, Tensor]:
-    return {} if documents is None else {"documents": documents}
 
 
 def stream_shape(
