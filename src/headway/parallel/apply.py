@@ -251,6 +251,7 @@ def parallelize_model(
     microbatch = min(train.microbatch or rows, rows)
     cuts = cuts_of(model, layout, tensor.size) if tensor.size > 1 else None
     copies = world.axis("shard").size == 1
+    missing: Missing = ()
 
     ragged = keeps_apart(model, recipe, world.device, microbatch)
 
@@ -260,7 +261,8 @@ def parallelize_model(
         make_fp8(model, recipe.model, train.fp8, world.device, holds=holds)
 
     # this worker's stages
-    stages, stream, missing = _stages(model, layout, recipe, world, microbatch, cuts)
+    stages, stream, tied = _stages(model, layout, recipe, world, microbatch, cuts)
+    missing += tied
 
     # each matrix, over the tensor axis
     vocabulary = None
@@ -332,6 +334,25 @@ def parallelize_model(
     )
 
 
+def check_sequences(model: nn.Module, size: int) -> None:
+    """Raise ModelError for what cannot be split over the context axis."""
+    if not isinstance(model, Decoder):
+        raise ModelError(
+            f"parallel.context is {size}, but {type(model).__name__} is none of Headway's decoders, whose attention "
+            f"can be split",
+            hint="--set parallel.context=1",
+        )
+
+
+def _takes_documents(model: nn.Module) -> bool:
+    """Whether a model supports document masking: Headway's, and classes whose forward takes `documents`."""
+    return isinstance(model, Decoder) or "documents" in inspect.signature(type(model).forward).parameters
+
+
+def _named(documents: Tensor | None) -> dict[str, Tensor]:
+    return {} if documents is None else {"documents": documents}
+
+
 def _stages(
     model: nn.Module, layout: ModelLayout, recipe: Recipe, world: World, microbatch: int, cuts: TensorCuts | None
 ) -> tuple[StageSplit, torch.Size, Missing]:
@@ -365,25 +386,6 @@ def _compile_blocks(stages: StageSplit) -> None:
     for stage in stages.stages:
         for block in stage.blocks:
             block.forward = torch.compile(block.forward)
-
-
-def check_sequences(model: nn.Module, size: int) -> None:
-    """Raise ModelError for what cannot be split over the context axis."""
-    if not isinstance(model, Decoder):
-        raise ModelError(
-            f"parallel.context is {size}, but {type(model).__name__} is none of Headway's decoders, whose attention "
-            f"can be split",
-            hint="--set parallel.context=1",
-        )
-
-
-def _takes_documents(model: nn.Module) -> bool:
-    """Whether a model supports document masking: Headway's, and classes whose forward takes `documents`."""
-    return isinstance(model, Decoder) or "documents" in inspect.signature(type(model).forward).parameters
-
-
-def _named(documents: Tensor | None) -> dict[str, Tensor]:
-    return {} if documents is None else {"documents": documents}
 
 
 def stream_shape(

@@ -66,7 +66,7 @@ class ControlPlane:
         """`clock` returns Unix seconds, `monotonic` seconds that never jump, by which nodes are silent; the scheduler's
         time passes `speed` times as fast, for emulated clusters. Without `secrets` those of jobs can be read by this
         plane only."""
-        self._store, self._clock, self.speed = store, clock, speed
+        self._store, self._clock, self._speed = store, clock, speed
         self._group = GroupCommit(store)
         self._began = clock()
         self._offset = store.lines.last_at
@@ -84,12 +84,17 @@ class ControlPlane:
     @property
     def now_s(self) -> float:
         """The scheduler's time: it never goes back, and stands still while no service runs."""
-        return max(self._offset + (self._clock() - self._began) * self.speed, self._store.lines.last_at)
+        return max(self._offset + (self._clock() - self._began) * self._speed, self._store.lines.last_at)
 
     @property
     def wall_s(self) -> float:
         """Unix seconds."""
         return self._clock()
+
+    @property
+    def speed(self) -> float:
+        """How many times as fast as those the scheduler's seconds pass."""
+        return self._speed
 
     def nodes_changed(self, names: Iterable[str] | None = None) -> None:
         """Have the scheduler look again, and those of these nodes (None: all) for which something has changed."""
