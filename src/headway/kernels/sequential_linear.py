@@ -57,8 +57,12 @@ def cut(rows: int, outputs: int, inputs: int, products: int = 1) -> LinearTiling
     """Choose a tiling, measured on an H200; `products` are made side by side."""
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64
     columns, depth, warps, stages = 64, 64, 4, 4
-    if rows <= 16:
-        columns, depth, stages = (32, 256, 3) if products > 1 else (32, 128, 5) if outputs <= 2048 else (64, 128, 4)
+    if rows <= 16 and outputs > 16384:
+        depth = 128
+    elif rows <= 16:
+        columns, depth, stages = 32, 128, 5
+        if 2 * -(-outputs // columns) < LEAST_PROGRAMS:
+            columns, depth, warps, stages = 16, 256, 2, 4
     elif outputs > 16384:
         if rows > 128:
             block, columns, warps, stages = 128, 256, 8, 3
