@@ -3,7 +3,7 @@
     operation      GPU                                                       CPU
     attention      cuDNN; PyTorch's, where bits repeat; flex for documents,  PyTorch's; plain with caps or sinks
                    windows, soft caps and sinks (heads of 16 and more)
-    experts        grouped GEMM over all experts (bfloat16)                  a loop over experts with tokens
+    experts        grouped GEMM over all experts (bfloat16), Triton between  a loop over experts with tokens
     rms_norm,      Triton, but PyTorch's where tensors are small; inside     PyTorch's
     rope, gated    compiled blocks, the compiler's
     modulation,    the compiler's; Triton if asked for, with the sums for biases and modulation in the same pass

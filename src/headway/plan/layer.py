@@ -20,8 +20,8 @@ EXPERTS_HOST = 7.0
 """Host time of a layer with experts over a dense one: routing, permutations, casts per expert. Megatron's takes about
 9 ms per layer and microbatch without CUDA graphs."""
 FUSED_EXPERTS_HOST = 2.0
-"""The same of fused experts: nine products and five kernels between them, in place of a feed-forward's nine and two. The
-device of a step of 6.9B on an H200 never waited for the host."""
+"""The same of fused experts: nine products and five kernels between them, in place of a feed-forward's nine and two.
+The device of a step of 6.9B on an H200 never waited for the host."""
 TENSOR_HOST = 1.08
 """Host time of a layer under tensor parallelism over one without."""
 ROW_SCALED = 0.5
