@@ -9,7 +9,7 @@ from headway.kernels import dispatch
 from headway.kernels.expert_rows import activation, activation_backward, combined, spread
 
 KERNELS = pytest.mark.parametrize("kernel", ["reference", "triton"])
-SIZES = pytest.mark.parametrize(("tokens", "experts", "width"), [(1, 1, 5), (7, 3, 33), (4, 2, 2050), (0, 2, 8)])
+SIZES = pytest.mark.parametrize(("tokens", "experts", "width"), [(1, 1, 5), (4, 3, 33), (2, 2, 2050), (0, 2, 8)])
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@
                    over ragged rows if nvidia-cudnn-frontend is installed;
                    flex for windows, soft caps, sinks and other documents
                    (heads of 16 and more)
-    experts        grouped GEMM over all experts (bfloat16)                  a loop over experts with tokens
+    experts        grouped GEMM over all experts (bfloat16), Triton between  a loop over experts with tokens
     rms_norm,      Triton, but PyTorch's where tensors are small; inside     PyTorch's
     rope, gated    compiled blocks, the compiler's
     modulation,    Triton, with the sums for biases and modulation in the same     PyTorch's

@@ -6,6 +6,9 @@ order. `kernels.dispatch.experts` chooses the kernel:
     device  precision, widths          kernel
     GPU     bfloat16, multiples of 8   grouped GEMM over all experts, without a host sync
     any     the rest                   loop over experts with tokens
+
+Where products are grouped and experts have no biases, all of a pass is one function (`models/fused_experts.py`, in
+float8 `models/fp8_experts.py`), but for exact mode and for experts that workers share out.
 """
 
 from collections.abc import Callable
