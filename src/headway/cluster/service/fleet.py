@@ -17,7 +17,15 @@ from sqlalchemy import ColumnElement, Connection, Row, delete, insert, select, u
 from headway.cluster.service.node_state import NodeSilence
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import RANK_IS_ALIVE, few_at_a_time, jobs, maintenance, node_conditions, nodes, ranks
+from headway.cluster.service.tables import (
+    RANK_IS_ALIVE,
+    few_at_a_time,
+    jobs,
+    maintenance,
+    node_conditions,
+    nodes,
+    ranks,
+)
 from headway.errors import UsageError
 
 AWAY_S = 30.0

@@ -34,7 +34,15 @@ from headway.cluster.service.port_streams import PortStreams
 from headway.cluster.service.record_lines import RecordLines
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import JOB_IS_OFFERED, RANK_IS_ALIVE, RANK_IS_GRANTED, jobs, node_conditions, nodes, ranks
+from headway.cluster.service.tables import (
+    JOB_IS_OFFERED,
+    RANK_IS_ALIVE,
+    RANK_IS_GRANTED,
+    jobs,
+    node_conditions,
+    nodes,
+    ranks,
+)
 from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
