@@ -1,7 +1,7 @@
 """Writes of several callers in one transaction: a commit waits for the disk, however little it writes.
 
-Callers that come while a transaction is being committed are all taken by the next one. Each has its part of it, with its
-own entry in the audit log: what one cannot do leaves nothing, and does not concern the others.
+Callers that come while a transaction is being committed are all taken by the next one. Each has its part of it, with
+its own entry in the audit log: what one cannot do leaves nothing, and does not concern the others.
 """
 
 import threading

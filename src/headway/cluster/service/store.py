@@ -134,7 +134,6 @@ class Transaction:
         if rows:
             self.execute(insert(record), rows)
 
-
     def note_action(self) -> Action | None:
         """Add the entry of the current action to the audit log, and return the action; None if it needs none."""
         action = unrecorded_action()

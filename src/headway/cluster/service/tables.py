@@ -68,8 +68,8 @@ jobs = Table(
     Index("jobs_by_array", "array"),
     Index("jobs_by_name", "name"),
 )
-# Conditions are literal, not parameters, so that databases see that an index holds all rows that match. There is no index
-# of all states: SQLite would take it instead, and read fifty thousand waiting jobs to find the new ones.
+# Conditions are literal, not parameters, so that databases see that an index holds all rows that match. There is no
+# index of all states: SQLite would take it instead, and read fifty thousand waiting jobs to find the new ones.
 _OVER = [literal_column(f"'{state}'") for state in sorted(OVER)]
 JOB_IS_OVER, JOB_IS_ALIVE = jobs.c.state.in_(_OVER), jobs.c.state.not_in(_OVER)
 JOB_WAITS = jobs.c.state == literal_column("'waiting'")
@@ -92,7 +92,8 @@ ranks = Table(
     Index("ranks_by_node", "node", "state"),
 )
 """One row per node of a job's newest start: what the node is to run."""
-RANK_IS_ALIVE, RANK_IS_GRANTED = ranks.c.state != literal_column("'exited'"), ranks.c.state == literal_column("'granted'")
+RANK_IS_ALIVE = ranks.c.state != literal_column("'exited'")
+RANK_IS_GRANTED = ranks.c.state == literal_column("'granted'")
 
 
 def _partial_index(name: str, column: Column[Any], condition: Any) -> None:
