@@ -47,6 +47,14 @@ class TokenLogprobs:
     top: Mapping[int, float]
 
 
+class WholeOutput(NamedTuple):
+    """All tokens of a sequence that has ended."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Empty if they were not asked for."""
+
+
 class Output(NamedTuple):
     """A token of a sequence, or its end."""
 
@@ -62,6 +70,8 @@ class Output(NamedTuple):
     """With the first token: those of the prompt; the first token has none."""
     version: int = 0
     """Of the weights that sampled it."""
+    whole: WholeOutput | None = None
+    """In place of a token: all of them, with the end of a request that asked for this."""
 
 
 @dataclass
@@ -178,10 +188,18 @@ class InferenceEngine:
     # -- requests
 
     def add(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams | None = None, adapter: int = 0
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams | None = None,
+        adapter: int = 0,
+        *,
+        whole: bool = False,
     ) -> None:
-        """Queue a request; raises RequestError if it can never run. `adapter` is a number of the model's adapters."""
+        """Queue a request; raises RequestError if it can never run. `adapter` is a number of the model's adapters.
+        If `whole`, its only output is at its end, with all tokens."""
         params = params or SamplingParams()
+        assert not whole or (not params.logprobs and params.prompt_logprobs is None), "of sampled tokens only"
         self.check(prompt_ids, params)
         longest = self.context
         if params.max_tokens is not None:
@@ -190,8 +208,9 @@ class InferenceEngine:
         for index in range(params.n):
             arrival = next(self._arrivals)
             self.waiting[arrival] = Sequence(
-                request_id, index, arrival, list(prompt_ids), params, longest, seed + index, adapter=adapter
-            )
+                request_id, index, arrival, list(prompt_ids), params, longest, seed + index, adapter=adapter,
+                whole=whole,
+            )  # fmt: skip
             self._switch(self.waiting[arrival])
 
     @property
@@ -387,6 +406,9 @@ class InferenceEngine:
         for sequence in passed.sequences:
             self._publish(sequence)
         for row, (sequence, place, count) in enumerate(passed.places):
+            if sequence.whole:
+                outputs += self._whole(sequence, place, values, row, count, passed.version)
+                continue
             for step, token in enumerate(values[0][row][:count]):
                 if sequence.finish is not None:  # aborted, or ended by a token before
                     break
@@ -404,6 +426,29 @@ class InferenceEngine:
                 else:
                     self._switch(sequence)
         return outputs
+
+    def _whole(
+        self, sequence: Sequence, place: int, values: list[Any], row: int, count: int, version: int
+    ) -> list[Output]:
+        """Note the tokens of a request whose output comes whole; return that, if it ends with one of them."""
+        if sequence.finish is not None:  # aborted, or ended by a token before
+            return []
+        finish = None
+        for step, token in enumerate(values[0][row][:count]):
+            finish = self._end(sequence, token, place + step + 1)
+            if finish is not None:
+                count = step + 1
+                break
+        if sequence.params.logprobs is not None:
+            sequence.logprobs += values[1][row][:count]
+        self.counts.output_tokens += count
+        if finish is None:
+            self._switch(sequence)
+            return []
+        self._finish(sequence, finish, tells=False)
+        ids = sequence.token_ids[len(sequence.prompt_ids) : place + count]
+        whole = WholeOutput(tuple(ids), tuple(sequence.logprobs))
+        return [Output(sequence.request_id, sequence.index, None, finish, version=version, whole=whole)]
 
     # -- new weights
 
