@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headway.kernels import dispatch, few_rows
+from headway.kernels import dispatch
 from headway.kernels.dispatch import OF_DIFFUSION
 from headway.models.diffusion import dit, wan
 from headway.models.diffusion.layers import project, project_heads
@@ -88,9 +88,8 @@ def test_fused_blocks_are_those_of_plain_pytorch(name: str, operations: tuple[An
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["wan, cross norm", "dit"])
-def test_a_compiler_takes_them_as_they_are(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one graph, with recomputation too; what CPUs do with few rows in inference would break it."""
-    monkeypatch.setattr(few_rows, "takes", lambda *_: False)
+def test_a_compiler_takes_them_as_they_are(name: str, kind: Any) -> None:
+    """In one graph, with recomputation too."""
     block, inputs = case(name)
     eager = passes(block, inputs, OF_DIFFUSION)
     recompute([block], kind, None)

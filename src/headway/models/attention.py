@@ -44,8 +44,8 @@ CUDNN_FIRST = [
     SDPBackend.MATH,
 ]
 """In order of preference: a shape that cuDNN does not support goes to the next."""
-KEY_TILE, PROGRAMS, LEAST_QUERIES = 128, 528, 1024
-"""Of attention to few keys: see `query_parts`. Programs are four per multiprocessor of an H200."""
+KEY_TILE, PROGRAMS, LEAST_QUERIES = 128, 132, 1024
+"""Of attention to few keys: see `query_parts`. Programs are one per multiprocessor of an H200."""
 
 
 class SplitAttention(Protocol):
@@ -251,12 +251,12 @@ def query_parts(samples: int, queries: int, heads: int, keys: int) -> int:
 
     The backward pass has a program per KEY_TILE keys, head and sample, which goes over all queries: few keys, as those
     of a text, leave most of a GPU idle. On an H200, it has 193 TFLOP/s with 17,160 queries of 512 keys and 12 heads,
-    where self-attention has 565.
+    where self-attention has 565. Each part stores its own copy of the keys and values, 3 MB of those; so there are no
+    more than run at once.
     """
     programs = samples * heads * -(-keys // KEY_TILE)
-    fitting = [parts for parts in range(1, queries // LEAST_QUERIES + 1) if queries % parts == 0]
-    enough = (parts for parts in fitting if parts * programs >= PROGRAMS)
-    return next(enough, fitting[-1] if fitting else 1)
+    most = min(PROGRAMS // programs, queries // LEAST_QUERIES)
+    return next((parts for parts in range(most, 1, -1) if queries % parts == 0), 1)
 
 
 @cache
