@@ -16,8 +16,8 @@ Rows may be strided, as when gate and up are the halves of one tensor.
 
 Saved for backward: gate and up; the activation is recomputed.
 
-`gated_pair` takes gate and up as the halves of one product's rows, in one tensor, and also returns the largest magnitude
-that each program wrote: a cast to float8 then needs no pass over the result of its own (`kernels/fp8.py`).
+`gated_pair` takes gate and up as the halves of one product's rows, in one tensor, and also returns the largest
+magnitude that each program wrote: a cast to float8 then needs no pass of its own over the result (`kernels/fp8.py`).
 """
 
 import math
