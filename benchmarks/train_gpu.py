@@ -18,6 +18,9 @@ with its grouped products.
 
     python benchmarks/train_gpu.py --rows "OLMoE 4096x4" --ways headway transformers bound
 
+The row of one long sequence has a peer with gradient checkpointing, whose attention is cuDNN's in both passes; it takes
+ten seconds per step, and times the second.
+
 The bound of a row is the sum of what no step can do without, at the rates measured in the same run: its products at
 their own shapes by cuBLAS, causal attention by cuDNN, and the bytes of everything else at the speed of a copy.
 """
@@ -32,10 +35,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PEAK = 990e12
 STEPS, WARM = 20, 4
@@ -76,6 +82,8 @@ ROWS: dict[str, dict[str, Any]] = {
         "model": LLAMA_3B, "seq": 4096, "batch": 2,
         "train": {"dtype": "bfloat16", "weights": "bfloat16", "master": True},
     },
+    "1B 131072x1": {"model": LLAMA_1B, "seq": 131072, "batch": 1, "steps": 1, "checkpoint": True,
+                    "train": LOW | {"recompute": "except-attention"}},
     "8B 4096x2 fp8": {"model": LLAMA_8B, "seq": 4096, "batch": 2, "train": LOW | {"fp8": {}}},
     "1B 4096x4 fp8": {"model": LLAMA_1B, "seq": 4096, "batch": 4, "train": LOW | {"fp8": {}}},
     "OLMoE 4096x4": {"model": OLMOE, "seq": 4096, "batch": 4, "train": LOW, "peer": "transformers"},
@@ -143,8 +151,11 @@ def line(one: dict[str, Any], found: list[dict[str, Any]]) -> str:
         ours = [other["step_s"] for other in found if (other["row"], other["way"]) == (one["row"], "headway")]
         return text + (f"   headway x{one['step_s'] / statistics.median(ours):.3f}" if ours else "")
     if one["way"] == "headway":
-        text += f"   first step {one['first_s']:.1f} s, busy {one['busy']:.1%}"
-        text += f", the host waits: {one['host_waits']}" if one["host_waits"] else ", the host never waits"
+        text += f"   first step {one['first_s']:.1f} s"
+        if one["busy"] is not None:
+            text += f", busy {one['busy']:.1%}, the host " + (
+                "never waits" if not one["host_waits"] else f"waits: {one['host_waits']}"
+            )
     return text + (f"   x{statistics.median(ligers) / one['step_s']:.3f} of {peer}" if ligers else "")
 
 
@@ -170,7 +181,7 @@ def measured(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
         total, parts = bound(model, shape)
         rates = {"step_s": total, "tokens_s": tokens / total, "mfu": flops / total / PEAK}
         return {**about, **rates, "parts_ms": parts}
-    began = time.perf_counter()
+    began, steps = time.perf_counter(), shape.get("steps", options.steps)
     step = headway(model, shape, options) if way == "headway" else peer(model, shape, way, options)
     loss = step()
     torch.cuda.synchronize()
@@ -178,19 +189,21 @@ def measured(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     if options.lock:
         held = options.lock.open("w")  # until this process ends
         fcntl.flock(held, fcntl.LOCK_EX)
-    for _ in range(WARM):
+    parts = min(4, steps)
+    for _ in range(0 if "steps" in shape else WARM):
         step()
     torch.cuda.synchronize()
     times, begin = list[float](), time.perf_counter()
-    for _ in range(4):
-        for _ in range(options.steps // 4):
+    for _ in range(parts):
+        for _ in range(steps // parts):
             loss = step()
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / (options.steps // 4))
+        times.append((time.perf_counter() - begin) / (steps // parts))
         begin = time.perf_counter()
     step_s = statistics.median(times)
-    waits = host_waits(step)
-    busy = kernels_of(step, f"{row}, {way}", options.profile)
+    traced = "steps" not in shape or options.profile
+    waits = host_waits(step) if traced else None
+    busy = kernels_of(step, f"{row}, {way}", options.profile) if traced else None
     memory = torch.cuda.max_memory_allocated() / 2**30
     rates = {"step_s": step_s, "tokens_s": tokens / step_s, "mfu": flops / step_s / PEAK, "gib": memory}
     found = {"loss": loss.item(), "first_s": first_s, "busy": busy, "times_s": times, "power": clocks()}
@@ -277,8 +290,9 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=model.vocabulary, hidden_size=model.dim, intermediate_size=model.hidden,
         num_hidden_layers=model.layers, num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
-        head_dim=model.head_dim, tie_word_embeddings=model.tie_embeddings, max_position_embeddings=32768,
-        attn_implementation="sdpa", use_cache=False, **(experts_of(model) if mixture else {}),
+        head_dim=model.head_dim, tie_word_embeddings=model.tie_embeddings,
+        max_position_embeddings=max(32768, shape["seq"]), attn_implementation="sdpa", use_cache=False,
+        **(experts_of(model) if mixture else {}),
     )  # fmt: skip
     low = shape["train"].get("weights") == "bfloat16"
     torch.set_default_dtype(torch.bfloat16 if low else torch.float32)
@@ -291,15 +305,20 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
     made.tie_weights()
     draw(made)
     made.train()
+    if shape.get("checkpoint"):
+        made.gradient_checkpointing_enable({"use_reentrant": False})
     if way.startswith("torchao"):
         in_float8(made, "rowwise" if way.endswith("rowwise") else "tensorwise")
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     tokens = some_tokens(model, shape, options.data)[:, :-1].contiguous()
 
+    cudnn = partial(sdpa_kernel, [SDPBackend.CUDNN_ATTENTION]) if shape.get("checkpoint") else nullcontext
+
     def step() -> torch.Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not low):
-            loss: torch.Tensor = made(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        with cudnn():  # in the backward pass too, for what it recomputes
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not low):
+                loss: torch.Tensor = made(input_ids=tokens, labels=tokens).loss
+            loss.backward()
         if not options.peers_do_not_clip:
             torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
         optimizer.step()
@@ -422,7 +441,7 @@ def parameters_of(model: Any) -> int:
 
 def clocked(call: Callable[[], object], times: int = 10) -> float:
     """The median of some calls, in seconds."""
-    for _ in range(3):
+    for _ in range(min(3, times - 1)):
         call()
     found = list[float]()
     for _ in range(times):
@@ -478,7 +497,6 @@ def scaled_product(m: int, n: int, k: int, fast: bool) -> float:
 
 def attention(model: Any, shape: dict[str, Any]) -> float:
     """Causal, both passes, by cuDNN."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def heads(count: int) -> torch.Tensor:
         made = torch.randn(shape["batch"], shape["seq"], count, model.head_dim, device="cuda", dtype=torch.bfloat16)
@@ -492,7 +510,7 @@ def attention(model: Any, shape: dict[str, Any]) -> float:
             y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         torch.autograd.grad(y, (q, k, v), slope)
 
-    return clocked(both)
+    return clocked(both, shape.get("steps", 10))
 
 
 def copy_speed() -> float:

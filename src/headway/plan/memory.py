@@ -114,6 +114,9 @@ def activation_bytes(
     full = tokens * per_token * (shape.width / 2) + kept_bytes(arch, settings)
     if settings.recompute == "full":
         return full, tokens * arch.dim * stream / streams * (shape.width / 2)
+    if settings.recompute == "except-attention":
+        output = arch.heads / split * (2 * arch.value_dim + 4)  # and its log-sum-exp
+        return full, min(full, tokens * (arch.dim * stream / streams + output) * (shape.width / 2))
     if settings.recompute == "selective" and software.keeps_gemm_outputs:
         # the layer's input, attention's output, and the outputs of all GEMMs before they are reduced
         inner_kept = 2 * (2 if arch.gated else 1) * arch.hidden / split if not with_experts else 0.0

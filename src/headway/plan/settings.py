@@ -9,7 +9,11 @@ from headway.plan.optimizer import OptimizerFootprint
 
 LOW = ("fp8", "mxfp8", "nvfp4")
 """Precisions below bfloat16, used for the GEMMs of linear layers only."""
-Recompute = Literal["none", "attention", "selective", "full"]
+Recompute = Literal["none", "attention", "selective", "except-attention", "full"]
+RECOMPUTE_GEMMS = ("except-attention", "full")
+"""Policies that repeat a layer's GEMMs, and with them all of its collectives."""
+RECOMPUTE_GATHERS = ("selective", *RECOMPUTE_GEMMS)
+"""Policies that repeat collectives between kept results."""
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 ContextAttention = Literal["all-gather", "all-to-all", "ring"]
 
@@ -79,7 +83,8 @@ class Software:
 
     fusion: Literal["eager", "fused", "compiled"] = "compiled"
     """Whether memory-bound operations are one kernel each, fused by hand, or fused by a compiler."""
-    attention: Literal["unfused", "flash1", "triton1", "flash2", "flash3", "cudnn"] = "cudnn"
+    attention: Literal["unfused", "flash1", "triton1", "flash2", "flash3", "cudnn", "cudnn-flash2"] = "cudnn"
+    """`cudnn-flash2` is cuDNN's forward pass with flash's backward pass, whose bits repeat."""
     loss: Literal["stepwise", "eager", "sharded", "fused", "chunked"] = "fused"
     """`stepwise` is a vocabulary-parallel loss in float32, one small operation after the other."""
     rotary_passes: float = 2.0

@@ -77,8 +77,12 @@ def trainer_software(recipe: Recipe, chip: Chip) -> Software:
         older=older,
         offloads=train.offload_optimizer,
     )
+    if train.deterministic:
+        software = replace(software, attention="flash2")
     if isinstance(recipe.model, DiffusionModel):  # every worker of a tensor axis has the whole sequence
         software = replace(software, sequence_parallel=False, regathers=True)
+        if train.deterministic and not older:
+            software = replace(software, attention="cudnn-flash2")
     if recipe.model.family == "gpt_oss":  # its experts have biases
         software = replace(software, fused_experts=False)
     fp8 = train.fp8
