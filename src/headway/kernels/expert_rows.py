@@ -62,8 +62,7 @@ def reference_activation_backward(
     silu = gate * sigmoid
     dweights_N = (dh * silu * up).sum(dim=1)
     dgate = dh * weights_N1 * up * (sigmoid + silu * (1 - sigmoid))
-    made = (x.to(gate_NH.dtype) for x in (dgate, dh * weights_N1 * silu, silu * up * weights_N1))
-    dgate_NH, dup_NH, h_NH = made
+    dgate_NH, dup_NH, h_NH = (x.to(gate_NH.dtype) for x in (dgate, dh * weights_N1 * silu, silu * up * weights_N1))
     return dgate_NH, dup_NH, dweights_N[back_TX], h_NH
 
 
