@@ -118,6 +118,7 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"context": 2, "shard": 1, "context_attention": "ring"}, GEMMA2, {"recompute": "full"},
     ),
     "context 2, ring, latent": ({"context": 2, "shard": 1, "context_attention": "ring"}, DEEPSEEK, {}),
+    "context 2, all-gather, all but attention": ({"context": 2, "shard": 1}, YARN, {"recompute": "except-attention"}),
     "context 4, all-gather": ({"context": 4, "shard": 1}, MISTRAL, {}),
     "context 4, all-to-all": ({"context": 4, "shard": 1, "context_attention": "all-to-all"}, {"kv_heads": 4}, {}),
     "context 4, ring": ({"context": 4, "shard": 1, "context_attention": "ring"}, GPT_OSS, {}),

@@ -17,7 +17,6 @@ from headway.parallel.world import Axis
 from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
-from headway.train.objectives.base import WeightedTokens
 from processes import run_ranks
 
 
@@ -85,12 +84,9 @@ def test_masks_of_later_queries_name_each_pair(first: int, window: int | None) -
         assert bool(mask[row, 0, query - first, key]) == (near and bool(documents[row, query] == documents[row, key]))
 
 
-def test_weighted_samples_are_refused() -> None:
-    recipe = make_recipe({})
-    with pytest.raises(ModelError, match=r"parallel\.context is 2, but only the plain loss"):
-        check_sequences(empty_decoder(recipe.model, "meta"), 2, WeightedTokens())  # type: ignore[arg-type]
+def test_a_model_without_headway_s_attention_is_refused() -> None:
     with pytest.raises(ModelError, match="Linear is none of Headway's decoders"):
-        check_sequences(torch.nn.Linear(2, 2), 2, None)
+        check_sequences(torch.nn.Linear(2, 2), 2)
 
 
 # -- the balance of experts, whose shares of tokens are those of whole sequences

@@ -29,6 +29,7 @@ MESHES = {
     "shard 2": {"shard": 2},
     "tensor 2": {"tensor": 2, "shard": 1},
     "pipeline 2": {"pipeline": 2, "shard": 1},
+    "context 2": {"context": 2, "shard": 1},
 }
 OBJECTIVE = Dpo(kind="dpo", beta=0.7)
 

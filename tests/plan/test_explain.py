@@ -42,6 +42,8 @@ CASES = [
     (LLAMA_8B, headway_settings(Mesh(shard=32), 1)),
     (LLAMA_8B, headway_settings(Mesh(shard=32), 2, recompute="selective", recompute_blocks=5, keeps_weights=True)),
     (LLAMA_8B, headway_settings(Mesh(replicate=4, shard=8), 1, recompute="full")),
+    (LLAMA_8B, headway_settings(Mesh(replicate=4, shard=8), 1, recompute="except-attention")),
+    (LLAMA_8B, headway_settings(Mesh(shard=4, context=8), 1, recompute="except-attention")),
     (LLAMA_8B, headway_settings(Mesh(replicate=32), 4, zero=0)),
     (LLAMA_8B, headway_settings(Mesh(shard=4, tensor=8), 1, recompute="full", recompute_blocks=7)),
     (LLAMA_8B, headway_settings(Mesh(replicate=2, shard=2, tensor=2, pipeline=4), 1)),

@@ -13,7 +13,7 @@ from headway.plan.candidates import candidates, held_microbatches
 from headway.plan.costs import Fidelity, make_cost_model
 from headway.plan.estimate import Estimate, estimate
 from headway.plan.memory import memory
-from headway.plan.search import lower_bound, search
+from headway.plan.search import RECOMPUTED, lower_bound, search
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.step import cut_stages
 from headway.plan.task import RUNNABLE, SearchSpace, TrainerLimits, TrainingTask
@@ -98,7 +98,7 @@ def kind(plan: Estimate) -> tuple[int, ...]:
 
 def best_of_kinds(plans: list[Estimate]) -> list[Estimate]:
     """The fastest of each kind, ties broken by less recomputation and memory; fastest kind first."""
-    least = ("none", "attention", "selective", "full").index
+    least = RECOMPUTED.index
     ordered = sorted(
         plans, key=lambda plan: (plan.step.seconds, least(plan.settings.recompute), plan.memory.total, kind(plan))
     )

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,21 @@ def test_a_killed_run_ends_with_the_same_bits_and_learns(kind: str, lab, make_re
         assert alone.events("eval")[-1]["accuracy"] > 0.9
     if kind == "kto":
         assert steps[-1]["chosen"] - steps[-1]["rejected"] > steps[0]["chosen"] - steps[0]["rejected"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "reward"])
+def test_workers_that_split_sequences_have_the_losses_of_one(kind: str, lab, make_recipe) -> None:
+    """References included, which are computed on the same mesh."""
+    recipe = make_recipe(kind)
+    split = Recipe.model_validate(recipe.model_dump() | {"parallel": {"context": 2, "shard": 1}})
+    results = []
+    for each in (recipe, split):
+        shutil.rmtree(Path(recipe.data.path) / ".columns", ignore_errors=True)
+        results.append(lab.train(each, workers=2 if each is split else 1))
+    for event in ("step", "eval"):
+        one, two = ([seen["loss"] for seen in lived.events(event)] for lived in results)
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -163,6 +163,17 @@ def test_two_workers_sample_the_bits_of_one_and_have_its_gradients(mesh: dict, l
 
 
 @pytest.mark.slow
+def test_two_workers_that_split_sequences_have_the_gradients_of_one(lab, make_recipe) -> None:
+    recipe = make_recipe(exact=False, train={"steps": 1})
+    one = lab.train(recipe)
+    two = lab.train(Recipe.model_validate(recipe.model_dump() | {"parallel": {"context": 2, "shard": 1}}), workers=2)
+    tokens = [[rollout.tokens for rollout in rollouts_of(lived)] for lived in (one, two)]
+    assert tokens[0] == tokens[1]
+    norms = [lived.events("step")[0]["grad_norm"] for lived in (one, two)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_answers_that_corrupt_weights_sampled_are_sampled_again(lab, make_recipe) -> None:
     """A bit flips before a batch is sampled; replicas are found to differ after its step, which is rolled back."""
     values = make_recipe(train={"restarts": 1, "steps": 4}).model_dump()

@@ -27,6 +27,7 @@ RECOMPUTED = {
     "none": "nothing recomputed",
     "attention": "attention recomputed",
     "selective": "all but GEMMs recomputed",
+    "except-attention": "all but attention recomputed",
     "full": "all recomputed",
 }
 MODELLED = ("exposed communication", "slowed by overlap", "pipeline bubble", "host")

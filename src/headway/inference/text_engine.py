@@ -20,7 +20,7 @@ from headway.inference.runner import PagedRunner, Runner, WholeRunner
 from headway.inference.scheduler import Limits
 from headway.inference.sequence import FinishReason
 from headway.inference.text import WINDOW, TextStream, text_after
-from headway.kernels.paged_attention import takes_heads
+from headway.kernels.paged_triton import takes_heads
 from headway.models import Decoder
 from headway.models.exact import make_exact
 from headway.models.experts import Experts

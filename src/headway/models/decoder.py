@@ -6,7 +6,6 @@ parallelism. Tensor names end in their shape: see `models/layers.py`.
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +14,14 @@ from headway.kernels import batch_invariant, exact_attention, few_rows
 from headway.kernels.batch_invariant_attention import plan_documents
 from headway.kernels.dispatch import exact_triton
 from headway.kernels.inputs import autocast, float32_product
-from headway.kernels.paged_attention import exact_tiling
-from headway.models.attention import BlockContext, choose, see, windows_of
+from headway.kernels.paged_triton import exact_tiling
+from headway.models.attention import BlockContext, Mask, choose, see, windows_of
 from headway.models.kv_cache import KvCache
 from headway.models.layers import Linear, RMSNorm
 from headway.models.loss import Loss
 from headway.models.rotary import rotary_table
 from headway.recipe import Model
 from headway.recipe.rope import RotaryModel
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 class ContextBuilder(nn.Module):
@@ -40,6 +36,8 @@ class ContextBuilder(nn.Module):
     """Whether it has sinks."""
     exact = False
     """Whether positions restart in each document and attention is in tiles: see `models/exact.py`."""
+    document_places: int | None = None
+    """Places for the documents of a pass, where cuDNN keeps them apart: see `kernels/document_attention.py`."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -65,10 +63,10 @@ class ContextBuilder(nn.Module):
 
     def masks(
         self, like_BL: Tensor, length: int, documents_BL: Tensor | None, first: int = 0
-    ) -> "dict[int | None, Tensor | BlockMask | None]":
+    ) -> dict[int | None, Mask]:
         """Return the masks of sequences of a length by window, or of their queries from `first` on."""
         kernel = choose(like_BL, self.model.head_dim, masked=True, capped=self.capped, sinks=self.sinks)
-        return see(length, windows_of(self.model), documents_BL, like_BL.device, kernel, first)
+        return see(length, windows_of(self.model), documents_BL, like_BL.device, kernel, first, self.document_places)
 
     def bits_at(self, positions_L: Tensor, length: int) -> tuple[Tensor, ...]:
         """Return the rotary tables of some positions in sequences of a length, as `BlockContext.bits`."""

@@ -30,6 +30,7 @@ from headway.models.experts import set_loss_scale
 from headway.models.fp8 import Float8Model, make_fp8
 from headway.parallel.collectives import whole
 from headway.parallel.context import SequenceParts, split_sequences
+from headway.parallel.documents import keeps_apart, make_places
 from headway.parallel.expert import share_experts
 from headway.parallel.fp8_gather import Float8Gather
 from headway.parallel.gradients import Missing
@@ -121,6 +122,8 @@ class ParallelModel:
     """Its float8 products, if the recipe has any."""
     gathered: Float8Gather | None = None
     """Its weights that are gathered in float8, if any."""
+    ragged: bool = False
+    """Whether documents without a window are kept apart by cuDNN, where the host knows how many there are."""
 
     def passes(self, batch: DeviceBatch, scale: SumScale) -> Tensor:
         """Run forward and backward over all rows, by microbatches; gradients are reduced in the last one, or in each.
@@ -128,6 +131,8 @@ class ParallelModel:
         Return the objective's scaled sums, or this worker's part of them: a scalar for the plain summed loss.
         """
         set_loss_scale(self.model, scale.tokens)
+        if self.ragged:
+            make_places(self.model, batch.document_counts, self.microbatch)
         self.refresh()
         if self.schedule is not None:
             return self.schedule.step(self._taken(batch), scale)
@@ -144,6 +149,9 @@ class ParallelModel:
 
     def evaluate(self, batch: DeviceBatch) -> Tensor:
         """Return the objective's sums, or this worker's part of them: a scalar for the plain summed loss."""
+        if self.ragged:
+            rows = self.microbatch if self.schedule is not None else len(batch.inputs)
+            make_places(self.model, batch.document_counts, rows)
         self.refresh()
         return self.schedule.evaluate(self._taken(batch)) if self.schedule is not None else self._sums(batch)
 
@@ -185,7 +193,9 @@ class ParallelModel:
         """Return what of a batch the model and the objective take."""
         batch = batch if self.teach is None else self.teach(batch)
         if self.parts is not None:  # documents stay whole: keys are those of all parts
-            batch = replace(batch, inputs=self.parts.take(batch.inputs), labels=self.parts.take(batch.labels))
+            # labels, too, where an objective measures whole sequences
+            labels = self.parts.take(batch.labels) if self.head is None else batch.labels
+            batch = replace(batch, inputs=self.parts.take(batch.inputs), labels=labels)
         return replace(
             batch,
             documents=batch.documents if self.documents or self.head is not None else None,
@@ -235,7 +245,7 @@ def parallelize_model(
     layout = layout_of(model, recipe.model.layout)
     tensor, pipeline, context = world.axis("tensor"), world.axis("pipeline"), world.axis("context")
     if context.size > 1:
-        check_sequences(model, context.size, objective)
+        check_sequences(model, context.size)
     names = frozenset(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
     rows = train.batch // world.data.size
     microbatch = min(train.microbatch or rows, rows)
@@ -243,33 +253,21 @@ def parallelize_model(
     copies = world.axis("shard").size == 1
     missing: Missing = ()
 
+    ragged = keeps_apart(model, recipe, world.device, microbatch)
+
     # products in float8
     holds = world.data.size == 1 and tensor.size == 1
     if train.fp8 is not None:
         make_fp8(model, recipe.model, train.fp8, world.device, holds=holds)
 
     # this worker's stages
-    _, blocks = blocks_of(model, layout)
-    stages = StageSplit(model, (LocalStage(0, model, tuple(blocks)),))
-    stream = torch.Size(())
-    if pipeline.size > 1:
-        counts = stages_of(model, layout, parallel, pipeline.size)
-        check_pipeline(model, layout, counts)
-        stream = stream_shape(model, blocks[-1], microbatch, recipe.data.seq // context.size, cuts, tensor)
-        stages = split(model, layout, counts, pipeline)
-        tied = tie_group(world) if has_ties(model, layout) else None
-        shared = frozenset({*stages.lent, *(stages.borrowed or {})})
-        missing += ((shared, tied),) if tied is not None and shared else ()
+    stages, stream, tied = _stages(model, layout, recipe, world, microbatch, cuts)
+    missing += tied
 
     # each matrix, over the tensor axis
     vocabulary = None
     if cuts is not None:
-        assert world.mesh is not None
-        assert tensor.group is not None
-        partial_sums = cut_tensors(stages.model, cuts, world.mesh["tensor"], tensor)
-        if "whole-norm" in mutations:
-            partial_sums = frozenset(name for name in partial_sums if "norm" not in name)
-        missing += ((partial_sums, tensor.group),)
+        missing += _cut_matrices(stages.model, cuts, world, mutations)
         vocabulary = _shared_vocabulary(stages.model, cuts)
 
     # experts, over their axis
@@ -277,20 +275,19 @@ def parallelize_model(
         share_experts(stages.model, world.expert_mesh["expert"], world.axis("expert"))
 
     # sequences, over the context axis
-    if context.size > 1:
+    parts = SequenceParts(context) if context.size > 1 else None
+    if parts is not None:
         for stage in stages.stages:
             assert isinstance(stage.module, Decoder)
             split_sequences(stage.module, context, parallel.context_attention or "all-gather", first=stage.first)
 
     for stage in stages.stages:
-        _set_forward(stage, recipe, world, cuts, vocabulary, head)
+        _set_forward(stage, recipe, world, cuts, vocabulary, head, parts)
 
     # activations, then kernels
     recompute([block for stage in stages.stages for block in stage.blocks], train.recompute, train.recompute_blocks)
     if recipe.compiles(world.device.type):
-        for stage in stages.stages:
-            for block in stage.blocks:
-                block.forward = torch.compile(block.forward)
+        _compile_blocks(stages)
 
     # parameters, over the data axes
     if world.fsdp_size > 1:
@@ -327,28 +324,23 @@ def parallelize_model(
         copies=copies,
         reduce_each=bool(parallel.reduce_each),
         documents=_takes_documents(model),
-        parts=SequenceParts(context) if context.size > 1 else None,
+        parts=parts,
         one_shape=world.device.type == "cuda",
         forgets="no-gradient-reduction" in mutations,
         head=head,
         float8=float8,
         gathered=gathered,
+        ragged=ragged,
     )
 
 
-def check_sequences(model: nn.Module, size: int, objective: Objective | TeacherTargets | None) -> None:
+def check_sequences(model: nn.Module, size: int) -> None:
     """Raise ModelError for what cannot be split over the context axis."""
     if not isinstance(model, Decoder):
         raise ModelError(
             f"parallel.context is {size}, but {type(model).__name__} is none of Headway's decoders, whose attention "
             f"can be split",
             hint="--set parallel.context=1",
-        )
-    if objective is not None:
-        raise ModelError(
-            f"parallel.context is {size}, but only the plain loss of next tokens, without weights of samples, can be "
-            f"split by sequence",
-            hint="--set parallel.context=1, and shard, tensor or pipeline axes instead",
         )
 
 
@@ -359,6 +351,41 @@ def _takes_documents(model: nn.Module) -> bool:
 
 def _named(documents: Tensor | None) -> dict[str, Tensor]:
     return {} if documents is None else {"documents": documents}
+
+
+def _stages(
+    model: nn.Module, layout: ModelLayout, recipe: Recipe, world: World, microbatch: int, cuts: TensorCuts | None
+) -> tuple[StageSplit, torch.Size, Missing]:
+    """Split the model into this worker's stages; return them, the shape of the stream between them, and what gradients
+    of tied parameters are still to be reduced over."""
+    pipeline, context = world.axis("pipeline"), world.axis("context")
+    _, blocks = blocks_of(model, layout)
+    if pipeline.size == 1:
+        return StageSplit(model, (LocalStage(0, model, tuple(blocks)),)), torch.Size(()), ()
+    counts = stages_of(model, layout, recipe.parallel or Parallel(), pipeline.size)
+    check_pipeline(model, layout, counts)
+    stream = stream_shape(model, blocks[-1], microbatch, recipe.data.seq // context.size, cuts, world.axis("tensor"))
+    stages = split(model, layout, counts, pipeline)
+    tied = tie_group(world) if has_ties(model, layout) else None
+    shared = frozenset({*stages.lent, *(stages.borrowed or {})})
+    return stages, stream, ((shared, tied),) if tied is not None and shared else ()
+
+
+def _cut_matrices(model: nn.Module, cuts: TensorCuts, world: World, mutations: Collection[str]) -> Missing:
+    """Split matrices over the tensor axis; return the parameters whose gradients are partial sums there."""
+    tensor = world.axis("tensor")
+    assert world.mesh is not None
+    assert tensor.group is not None
+    partial_sums = cut_tensors(model, cuts, world.mesh["tensor"], tensor)
+    if "whole-norm" in mutations:
+        partial_sums = frozenset(name for name in partial_sums if "norm" not in name)
+    return ((partial_sums, tensor.group),)
+
+
+def _compile_blocks(stages: StageSplit) -> None:
+    for stage in stages.stages:
+        for block in stage.blocks:
+            block.forward = torch.compile(block.forward)
 
 
 def stream_shape(
@@ -397,6 +424,7 @@ def _set_forward(
     cuts: TensorCuts | None,
     vocabulary: int | None,
     head: MeasureHead | None,
+    parts: SequenceParts | None,
 ) -> None:
     """Run a stage in the recipe's precision; it returns the summed loss, the objective's sums, or the stream."""
     model, tensor = stage.module, world.axis("tensor")
@@ -405,7 +433,7 @@ def _set_forward(
         forward = model.forward if stage.last else model.hidden
         if stage.last and head is not None:
             group = tensor.group if cuts is not None and cuts.by_sequence else None
-            forward = partial(_measured, head, _scores_of(model, head.objective, group), documents)
+            forward = partial(_measured, head, _scores_of(model, head.objective, group), documents, parts)
         model.loss.z_loss = recipe.train.z_loss
         if cuts is not None:
             shape = LogitOptions(model.loss.softcap, recipe.train.z_loss)
@@ -432,7 +460,7 @@ def _set_forward(
             forward = partial(_loss_of_logits, model.forward, tensor, vocabulary, recipe.train.z_loss)
         elif stage.last and head is not None:
             scores = partial(_logprobs_of_model, model.forward, tensor, vocabulary)
-            forward = partial(_measured, head, scores, documents)
+            forward = partial(_measured, head, scores, documents, None)
         if cuts is not None:
             forward = partial(_explained, forward, model, cuts)
     # FSDP gathers in the right precision; without data axes, autocast converts higher-precision weights here.
@@ -461,14 +489,25 @@ def _measured(
     head: MeasureHead,
     scores_of: Callable[[DeviceBatch, Tensor | None], Any],
     takes_documents: bool,
+    parts: SequenceParts | None,
     x: Tensor,
     labels: Tensor,
     documents: Tensor | None = None,
     **columns: Tensor,
 ) -> Tensor:
-    """An objective of log-probabilities; `x` may be the stream."""
+    """An objective of log-probabilities; `x` may be the stream.
+
+    Workers with `parts` of sequences all measure whole ones, and the first of them reports the sums.
+    """
     batch = DeviceBatch(x, labels, documents, columns)
-    return head(scores_of(batch, documents if takes_documents else None), batch)
+    seen = documents if takes_documents else None
+    if parts is None:
+        return head(scores_of(batch, seen), batch)
+    of_tokens = {TEACHER_IDS: parts.take(columns[TEACHER_IDS])} if TEACHER_IDS in columns else {}
+    scores = scores_of(replace(batch, labels=parts.take(labels), columns=of_tokens), seen)
+    whole_scores = parts.whole(scores) if isinstance(scores, Tensor) else tuple(map(parts.whole, scores))
+    sums = head(whole_scores, batch)
+    return sums if parts.axis.rank == 0 else sums - sums.detach()
 
 
 def _denoised(

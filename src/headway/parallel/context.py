@@ -14,24 +14,21 @@ B rows    L tokens of a worker    S of the sequence    N heads    K key and valu
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from headway.models import Decoder
-from headway.models.attention import BlockContext, SplitAttention, attend_all, attention_mask
+from headway.models.attention import BlockContext, Mask, SplitAttention, attend_all, attention_mask
 from headway.models.decoder import ContextBuilder
 from headway.models.experts import LoadBalanceLoss
 from headway.models.gpt2 import positions_within
-from headway.parallel.collectives import exchanged, gathered, shifted
+from headway.parallel.collectives import exchanged, gathered, shifted, whole
 from headway.parallel.tensor import SEQUENCE
 from headway.parallel.world import Axis
 from headway.recipe.schema import ContextAttention
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 LEAST = torch.finfo(torch.float32).min
 
@@ -60,6 +57,11 @@ class SequenceParts:
         """Return whole sequences of the parts of all workers, by rank."""
         chunks = x.chunk(self.count, SEQUENCE)
         return torch.cat((*chunks[::2], *chunks[1::2][::-1]), SEQUENCE)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return whole sequences of this worker's parts, for what all workers of the axis then compute alike."""
+        assert self.axis.group is not None, "an axis of one worker splits nothing"
+        return self.ordered(whole(x, SEQUENCE, self.axis.group))
 
     def by_rank(self, x: Tensor) -> Tensor:
         """Return the parts of all workers, by rank, of whole sequences."""
@@ -117,7 +119,7 @@ class GatheredAttention:
     """Attention of this worker's queries to all keys and values, which are gathered."""
 
     parts: SequenceParts
-    masks: "tuple[dict[int | None, Tensor | BlockMask | None], ...]"
+    masks: tuple[dict[int | None, Mask], ...]
     """Of each of the two chunks, whose keys end with it."""
 
     @classmethod
@@ -155,7 +157,7 @@ class ExchangedAttention:
     """Attention of whole sequences, of this worker's share of the heads."""
 
     parts: SequenceParts
-    masks: "dict[int | None, Tensor | BlockMask | None]"
+    masks: dict[int | None, Mask]
 
     @classmethod
     def of(cls, contexts: SplitContexts, like_BL: Tensor, length: int, documents_BS: Tensor | None) -> SplitAttention:

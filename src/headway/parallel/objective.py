@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,12 +29,20 @@ class DeviceBatch:
     """[rows, seq], int32: the document of each input within its row; None if attention does not use it."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """[rows, ...]: what else an objective needs, by name, such as values of each document of a row."""
+    document_counts: np.ndarray | None = None
+    """[rows], on the host: the documents of each row."""
 
     def rows(self, low: int, high: int) -> "DeviceBatch":
         """Return some of the rows."""
         documents = None if self.documents is None else self.documents[low:high]
         columns = {name: column[low:high] for name, column in self.columns.items()}
-        return DeviceBatch(self.inputs[low:high], self.labels[low:high], documents, columns)
+        counts = None if self.document_counts is None else self.document_counts[low:high]
+        return DeviceBatch(self.inputs[low:high], self.labels[low:high], documents, columns, counts)
+
+
+def count_documents(documents: np.ndarray | None) -> np.ndarray | None:
+    """Return how many documents each row has."""
+    return None if documents is None else (documents[:, 1:] != documents[:, :-1]).sum(axis=1) + 1
 
 
 class Objective(Protocol):

@@ -79,9 +79,14 @@ class World:
         return tuple(range(pipeline.rank * count, (pipeline.rank + 1) * count))
 
     @property
+    def reports(self) -> bool:
+        """Whether this worker is the first of its stage's with the same rows: they all have the same scores of them."""
+        return self.axis("tensor").rank == 0 and self.axis("context").rank == 0
+
+    @property
     def speaks(self) -> bool:
         """Whether this worker is the first of those with the same data."""
-        return self.axis("pipeline").rank == 0 and self.axis("tensor").rank == 0 and self.axis("context").rank == 0
+        return self.axis("pipeline").rank == 0 and self.reports
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over all workers, in place."""
@@ -163,13 +168,13 @@ def make_mesh(rank: int, workers: int, device: torch.device, sizes: Mapping[str,
     expert = named.pop("expert", 1)
     mesh = init_device_mesh(device.type, tuple(named.values()), mesh_dim_names=tuple(named))
     axes = {name: Axis(size, mesh.get_local_rank(name), mesh.get_group(name)) for name, size in named.items()}
-    within = None
+    within, shard = None, list(named).index("shard") if "shard" in named else 0  # by name it fails in PyTorch 2.11
     if context > 1:
-        parts = mesh._unflatten("shard", (named["shard"] // context, context), ("data shard", "context"))
+        parts = mesh._unflatten(shard, (named["shard"] // context, context), ("data shard", "context"))
         axes["context"] = Axis(context, parts.get_local_rank("context"), parts.get_group("context"))
     if expert > 1:
         parts = (named["shard"] // expert, expert)
-        within = mesh._unflatten("shard", parts, (EXPERT_SHARD, "expert"))
+        within = mesh._unflatten(shard, parts, (EXPERT_SHARD, "expert"))
         axes["expert"] = Axis(expert, within.get_local_rank("expert"), within.get_group("expert"))
     return World(rank=rank, size=workers, device=device, mesh=mesh, axes=axes, expert_mesh=within)
 

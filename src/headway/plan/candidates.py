@@ -12,7 +12,7 @@ from headway.plan.settings import AXES, Mesh, Schedule, Settings
 from headway.plan.task import SearchSpace, TrainingTask
 
 LONG = 16 * 1024
-"""Sequence length from which context parallelism is worth trying."""
+"""Sequence length from which context parallelism, and recomputing all but attention, are worth trying."""
 LEAST_SHARE = 2048
 """Fewest tokens of a sequence per device under context parallelism."""
 MOST_TOKENS = 2**18
@@ -68,6 +68,8 @@ def _variants(task: TrainingTask, cluster: Cluster, choices: SearchSpace, mesh: 
                 recompute_blocks=choices.blocks if recompute != "none" else None,
                 stages=choices.stages if mesh.pipeline > 1 else None,
             )  # fmt: skip
+            if recompute == "except-attention" and len(choices.recompute) > 1 and task.seq < LONG:
+                continue
             if i == 0 and not valid(arch, settings, cluster):
                 break
             if limits is None or limits.allows(settings):

@@ -11,7 +11,7 @@ from headway.plan.estimate import Estimate
 from headway.plan.layer import HIDDEN_TENSOR, LayerTime, crosses, exposed_context, layer_mix
 from headway.plan.memory import local_parameters
 from headway.plan.rank_share import is_exact
-from headway.plan.settings import LOW
+from headway.plan.settings import LOW, RECOMPUTE_GATHERS
 from headway.plan.stages import recomputed_share
 from headway.plan.step import layer_pieces
 from headway.plan.traffic import STATISTICS_BYTES
@@ -133,7 +133,7 @@ class _Collectives:
     def recomputed(self) -> Iterator[CommCost]:
         """During recomputation, to which their seconds count."""
         settings, tokens = self.settings, self.shape.tokens * self.arch.dim
-        if not self.software.is_headway or settings.recompute not in ("selective", "full"):
+        if not self.software.is_headway or settings.recompute not in RECOMPUTE_GATHERS:
             return
         share = recomputed_share(self.arch.layers, settings) / self.mesh.pipeline * settings.microbatches
         for exchange in exchanges(self.arch, settings):

@@ -39,7 +39,13 @@ from headway.plan.trainer_communication import end_comm_seconds
 Cell = str | float | None
 GIB = 2**30
 PASSES = {"forward": "forward", "input_grad": "d input", "weight_grad": "d weight"}
-AGAIN = {"full": (1.0, 1.0, 1.0), "selective": (0.5, 0.0, 1.0), "attention": (0.0, 1.0, 0.0), "none": (0.0, 0.0, 0.0)}
+AGAIN = {
+    "full": (1.0, 1.0, 1.0),
+    "except-attention": (1.0, 0.0, 1.0),
+    "selective": (0.5, 0.0, 1.0),
+    "attention": (0.0, 1.0, 0.0),
+    "none": (0.0, 0.0, 0.0),
+}
 """Share of a forward pass's GEMMs, attention and memory-bound kernels that is recomputed, by policy."""
 BUBBLES = {
     "1f1b": "(stages - 1) x (forward + backward)",

@@ -105,11 +105,18 @@ def activation_bytes(
     else:
         assert arch.experts is not None, "a layer with experts belongs to a model with experts"
         routed = arch.experts.top_k / split * settings.imbalance
-        per_token += routed * (inner * arch.experts.hidden + (2 + low) * arch.dim)
+        if software.fused_experts:  # rows, gate and up; in float8 tokens in place of rows, and the activation's codes
+            kept = 4 * arch.experts.hidden + 2 * arch.dim if low == 2 else 5 * arch.experts.hidden
+            per_token += routed * kept
+        else:
+            per_token += routed * (inner * arch.experts.hidden + (2 + low) * arch.dim)
         per_token += inner * arch.experts.hidden * arch.experts.shared / split
     full = tokens * per_token * (shape.width / 2) + kept_bytes(arch, settings)
     if settings.recompute == "full":
         return full, tokens * arch.dim * stream / streams * (shape.width / 2)
+    if settings.recompute == "except-attention":
+        output = arch.heads / split * (2 * arch.value_dim + 4)  # and its log-sum-exp
+        return full, min(full, tokens * (arch.dim * stream / streams + output) * (shape.width / 2))
     if settings.recompute == "selective" and software.keeps_gemm_outputs:
         # the layer's input, attention's output, and the outputs of all GEMMs before they are reduced
         inner_kept = 2 * (2 if arch.gated else 1) * arch.hidden / split if not with_experts else 0.0

@@ -25,7 +25,7 @@ from headway.plan.step import cut_stages, end_times
 from headway.plan.task import RUNNABLE, SearchSpace, TrainingTask
 
 Rank = Literal["time", "cost"]
-RECOMPUTED = ("none", "attention", "selective", "full")
+RECOMPUTED = ("none", "attention", "selective", "except-attention", "full")
 """Recomputation policies, least first."""
 GIB = 2**30
 ROUNDING = 1e-9

@@ -32,7 +32,7 @@ class TrainerLimits:
     """Mesh axes that may be larger than 1."""
     zero: tuple[int, ...] = (0, 1, 2, 3)
     """Without a shard axis every stage is the same."""
-    recompute: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
+    recompute: tuple[Recompute, ...] = ("none", "attention", "selective", "except-attention", "full")
     schedules: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble")
     precisions: tuple[str, ...] | None = None
     """By any of their names; None means all."""
@@ -75,7 +75,7 @@ def schedule_conflict(settings: Settings) -> str | None:
 RUNNABLE = TrainerLimits(
     axes=("replicate", "shard", "tensor", "pipeline", "context", "expert"),
     zero=(3,),
-    recompute=("none", "selective", "full"),
+    recompute=("none", "selective", "except-attention", "full"),
     precisions=("bf16", "fp32", "fp8"),
     moment_bytes=(2, 4),
     conflict=schedule_conflict,
@@ -91,7 +91,8 @@ class SearchSpace:
     """Fixed mesh; otherwise all whose sizes divide what they split."""
     microbatches: tuple[int, ...] | None = None
     """Sequences per pass; otherwise all that divide a data rank's share of the batch, up to MOST_TOKENS."""
-    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    recompute: tuple[Recompute, ...] = ("none", "selective", "except-attention", "full")
+    """Everything except attention only in long sequences, unless it is the only policy."""
     schedules: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble")
     chunks: tuple[int, ...] | None = None
     """Of an interleaved pipeline; otherwise 2 to 8 that give stages equal layers, or 2."""

@@ -16,6 +16,7 @@ Operation = Literal[
     "newton_schulz", "fp8",
 ]  # fmt: skip
 """Operations with custom kernels."""
+Recompute = Literal["none", "selective", "except-attention", "full"]
 Decay = Annotated[float, Field(ge=0, le=10)]
 
 
@@ -127,9 +128,9 @@ class Train(Section):
     """Precision of AdamW's moments and of Muon's momentum; bfloat16 ones are rounded stochastically."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto uses GPUs if there are any, else the CPU."""
-    recompute: Literal["none", "selective", "full"] | None = None
-    """Activation recomputation in the backward pass: none, selective (everything but matrix products) or full; by
-    default as planned."""
+    recompute: Recompute | None = None
+    """Activation recomputation in the backward pass: none, selective (everything but matrix products and attention),
+    except-attention (for long sequences) or full; by default as planned."""
     recompute_blocks: NotNegative | None = None
     """How many of a worker's blocks recompute; by default all, or as many as `memory_gb` requires."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headway.data.loader import MASKED, Batch
 from headway.parallel import ParallelModel, World
-from headway.parallel.objective import DeviceBatch
+from headway.parallel.objective import DeviceBatch, count_documents
 from headway.recipe import Recipe
 from headway.recipe.policy import PolicyGradient
 from headway.rl.packing import Floats, PackedAnswers, pack_answers, per_answer, per_token, token_divergences
@@ -50,7 +50,7 @@ class AnswerRows:
         assert model is not None, "a recipe with kl has a reference"
         values = model.token_logprobs(self._on_device(self._share(packed.batch), columns=False))
         whole = torch.zeros(packed.batch.inputs.shape, dtype=torch.float32)
-        if values is not None and self._world.axis("tensor").rank == 0:
+        if values is not None and self._world.reports:
             whole[self._slice(len(whole))] = values.float().cpu()
         summed: Floats = self._world.sum(whole).numpy()
         return summed
@@ -103,7 +103,7 @@ class AnswerRows:
         device = self._world.device
         inputs, labels, documents = (_sent(array, device) for array in (rows.inputs, rows.labels, rows.documents))
         sent = on_device(rows.columns, self._objective.columns, device) if columns else {}
-        return DeviceBatch(inputs, labels, documents, sent)
+        return DeviceBatch(inputs, labels, documents, sent, count_documents(rows.documents))
 
 
 def _sent(array: np.ndarray | None, device: torch.device) -> Tensor:

@@ -480,9 +480,11 @@ def test_other_number_of_workers_gets_a_new_plan_from_its_step_on(lab, recipe) -
 
 
 def test_unsupported_axis_is_refused_by_name(recipe) -> None:
-    changes = {"parallel.context": 2, "parallel.shard": 2, "objective": {"kind": "dpo"}}
-    with pytest.raises(RecipeError, match=r"parallel\.context is 2, but it does not support objective dpo") as caught:
-        check_axes(recipe(changes))
+    model = Model(**{"class": "package.module:Net"})
+    own = recipe({"parallel.context": 2, "parallel.shard": 2}).model_copy(update={"model": model})
+    message = r"parallel\.context is 2, but it does not support model.class package.module:Net"
+    with pytest.raises(RecipeError, match=message) as caught:
+        check_axes(own)
     assert "shard, replicate, tensor and pipeline" in (caught.value.hint or "")
 
 

@@ -7,7 +7,6 @@ from importlib import metadata
 from headway.plan.task import RUNNABLE, TrainerLimits
 from headway.recipe import Recipe
 from headway.recipe.families.diffusion import DiffusionModel
-from headway.recipe.objective import Pretrain, Sft
 
 SPLIT_BACKWARD = (2, 13)
 """PyTorch 2.11 does not split the backward pass of functions written in Python, as losses are; 2.13 does, 2.12 is
@@ -31,8 +30,7 @@ def supported_limits(recipe: Recipe) -> TrainerLimits:
     if outdated_torch() is not None:
         limits = replace(limits, schedules=tuple(kind for kind in limits.schedules if kind != "zero-bubble"))
     missing = {"tensor"} if model.UNCUT else set[str]()
-    # weights of samples, which need whole sequences, are known only from the data
-    missing |= {"context"} if whole_sequences(recipe) or isinstance(recipe.objective, Sft) else set()
+    missing |= {"context"} if whole_sequences(recipe) else set()
     return replace(limits, axes=tuple(axis for axis in limits.axes if axis not in missing))
 
 
@@ -42,6 +40,4 @@ def whole_sequences(recipe: Recipe) -> str | None:
         return f"model.class {recipe.model.class_}"
     if isinstance(recipe.model, DiffusionModel):
         return f"family {recipe.model.family}"
-    if not isinstance(recipe.objective, Pretrain | Sft):
-        return f"objective {recipe.objective.kind}"
     return "inference.exact" if recipe.inference.exact else None

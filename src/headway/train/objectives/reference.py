@@ -151,14 +151,13 @@ def score_samples(
     """
     done = 0
     values_S = torch.zeros(samples, dtype=torch.float64)
-    speaks = world.axis("tensor").rank == 0
     spread.model.eval()
     with torch.no_grad():
         for read, batch in rows:
             scores_BD = spread.document_logprobs(batch)
             before, done = done, min(done + len(batch.inputs) * world.data.size, total)
             mark(before, done, total)
-            if scores_BD is None or not speaks:
+            if scores_BD is None or not world.reports:
                 continue
             present = torch.from_numpy(read.columns["weight"] > 0)
             chosen = torch.from_numpy(read.columns["sample"])[present]

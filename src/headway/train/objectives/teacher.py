@@ -217,7 +217,6 @@ def _compute(
     except OSError as missing:
         error = missing
     _raise_if_any(error, partial, world)
-    writes = world.axis("tensor").rank == 0
     rows = teacher.spread.evaluation_rows(max(1, reader.windows))
     ids = np.arange(reader.windows)
     for number, (read, batch) in enumerate(local_rows(reader, teacher.spread, world, ids, ())):
@@ -225,7 +224,7 @@ def _compute(
         first = number * rows * world.data.size
         mark(min(first, reader.windows), min(first + rows * world.data.size, reader.windows), reader.windows)
         own = ids[first + rows * world.data.rank :][:rows]
-        if not columns or not writes or not len(own):
+        if not columns or not world.reports or not len(own):
             continue
         unmasked = read.labels[: len(own)] != MASKED
         begin = int(offsets[own[0]])

@@ -1,0 +1,37 @@
+"""Places for packed documents: how many a pass has is known on the host, which is never made to ask the device."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from headway.kernels import dispatch, document_attention
+from headway.models import Decoder
+from headway.models.decoder import ContextBuilder
+from headway.recipe import Recipe
+
+
+def keeps_apart(model: nn.Module, recipe: Recipe, device: torch.device, rows: int) -> bool:
+    """Whether cuDNN keeps the documents of so many rows of a model apart."""
+    if device.type != "cuda" or recipe.train.dtype != "bfloat16" or not isinstance(model, Decoder):
+        return False
+    builder, arch = model.context, recipe.model.architecture()
+    if not isinstance(builder, ContextBuilder) or builder.exact or arch.value_dim != arch.head_dim:
+        return False
+    if not document_attention.fits(rows * recipe.data.seq, arch.heads, arch.head_dim):
+        return False
+    choice = dispatch.attention(
+        device.type, torch.bfloat16, arch.head_dim, masked=True, capped=builder.capped, sinks=builder.sinks,
+        exact=recipe.train.deterministic, documents=True,
+    )  # fmt: skip
+    return choice.kernel == "cudnn-ragged" and document_attention.works(arch.head_dim)
+
+
+def make_places(model: nn.Module, counts: np.ndarray | None, rows: int) -> None:
+    """Have passes over so many rows at a time make places for the documents, whose number in each row is given."""
+    places = None
+    if counts is not None:
+        most = max(int(counts[low : low + rows].sum()) for low in range(0, len(counts), rows))
+        places = document_attention.places_for(most)
+    for module in model.modules():
+        if isinstance(module, ContextBuilder):
+            module.document_places = places
