@@ -12,19 +12,21 @@ Headway's are (`diffusers whole` compiles the model at once).
     headway deterministic   the same with train.deterministic
     headway selective       the same with train.recompute = "selective"
     headway fed             latents and text states from files, noise drawn per step: what the device waits for data
-    headway fused           the same with the kernels of `kernels.dispatch.UNMEASURED`; `--variants modulation heads
-                            gelu` measures each by itself too, which says which of them to make the default
+    headway unfused         the same without the kernels of `kernels.dispatch.OF_DIFFUSION`
+    headway without KERNEL  the same without one of them: `--variants modulation heads gelu`
 
-A process imports what it needs while the one before it measures. In two minutes:
+A process imports what it needs while the one before it measures. `--together` starts all at once and has each compile
+with a model of one layer; then they measure one after the other, the rest asleep. In two and a half minutes:
 
-    python benchmarks/diffusion_gpu.py --rows "wan 17,160 tokens" "dit-xl/2 256" --seconds 3 --limit-s 105 \\
-        --ways headway "headway fused" "diffusers compiled"
+    python benchmarks/diffusion_gpu.py --together --seconds 3 --limit-s 145 --ways headway "diffusers compiled" \\
+        --more "wan 17,160 tokens:headway deterministic" "wan 17,160 tokens:headway fed"
 
 The planned time is `headway plan`'s for an H200. Results are written after each way; ways that the limit leaves no time
 for are listed. The memory is the largest that the device's allocator held. `--rows tiny --device cpu` is a smoke test.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -46,15 +48,18 @@ WAN = {"family": "wan", "layers": 30, "dim": 1536, "heads": 12, "hidden": 8960, 
 ROWS: dict[str, dict[str, Any]] = {
     "wan 17,160 tokens": {
         "model": WAN, "shape": (16, 11, 60, 104), "batch": 1,
-        "ways": ("headway", "headway fused", "diffusers compiled", "headway deterministic", "headway fed", "diffusers"),
+        "ways": (
+            "headway", "headway unfused", "diffusers compiled", "headway deterministic", "headway fed", "diffusers",
+        ),
     },
     "wan 32,760 tokens": {
         "model": WAN, "shape": (16, 21, 60, 104), "batch": 1, "peer_recomputes": True,
-        "ways": ("headway", "headway fused", "diffusers compiled", "diffusers"),
+        "ways": ("headway", "headway unfused", "diffusers compiled", "diffusers"),
     },
     "dit-xl/2 256": {
         "model": {"family": "dit", "layers": 28, "dim": 1152, "heads": 16, "num_classes": 1000, "base_size": 32},
-        "shape": (4, 1, 32, 32), "batch": 256, "ways": ("headway", "headway fused", "diffusers compiled", "diffusers"),
+        "shape": (4, 1, 32, 32), "batch": 256,
+        "ways": ("headway", "headway unfused", "diffusers compiled", "diffusers"),
     },
     "tiny": {
         "model": WAN | {"layers": 2, "dim": 48, "heads": 2, "hidden": 96, "text_dim": 32, "text_tokens": 16},
@@ -63,14 +68,22 @@ ROWS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "fused": ("modulation", "heads", "gelu"), "modulation": ("modulation",), "heads": ("heads",), "gelu": ("gelu",),
+    "unfused": ("modulation", "heads", "gelu"), "modulation": ("modulation",), "heads": ("heads",), "gelu": ("gelu",),
 }  # fmt: skip
-"""Kernels of diffusion blocks that are tried, by the name of a variant."""
+"""Kernels of diffusion blocks to leave to the compiler, by the name of a variant."""
+
+
+def variant_way(name: str) -> str:
+    """Return the way of a variant."""
+    return "headway unfused" if name == "unfused" else f"headway without {name}"
+
+
 WAYS = (
-    *(f"headway {name}" for name in VARIANTS), "headway", "headway deterministic", "headway selective", "headway fed",
+    *(variant_way(name) for name in VARIANTS), "headway", "headway deterministic", "headway selective", "headway fed",
     "diffusers", "diffusers compiled", "diffusers whole",
 )  # fmt: skip
 WARM, ROUNDS = 3, 3
+READY = "ready"
 FILED = 16
 """Samples of `headway fed`."""
 Step = Callable[[], Tensor]
@@ -82,6 +95,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[name for name in ROWS if name != "tiny"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="By default those of the row.")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=[], help="Also measured, for each row.")
+    parser.add_argument("--more", nargs="*", default=[], metavar="ROW:WAY", help="Measured after these.")
+    parser.add_argument(
+        "--together", action="store_true", help="Compile all ways at once before the first is measured."
+    )
     parser.add_argument("--seconds", type=float, default=8.0, help="Of steps that are timed, per way.")
     parser.add_argument("--limit-s", type=float, default=470.0, help="Of the whole table.")
     parser.add_argument("--device", default="cuda")
@@ -92,17 +109,24 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         import_ahead(options.one[1])
-        sys.stdin.readline()
+        if options.together:
+            compile_ahead(*options.one, options)
+        print(READY, flush=True)
+        if not sys.stdin.readline():
+            return  # there is nobody left to measure for
         print(json.dumps(measured(*options.one, options)))
         return
     end, results = time.monotonic() + options.limit_s, list[dict[str, Any]]()
     print(f"{'row':<19}{'way':<23}{'s/step':>8}{'GiB':>7}{'loss':>8}{'plan':>8}{'off':>7}  first", flush=True)
     ways = [(row, way) for row in options.rows for way in ways_of(row, options)]
-    following = start(*ways[0], options)
+    ways += [(row, way) for row, _, way in (pair.partition(":") for pair in options.more)]
+    ahead = len(ways) if options.together else 2
+    started = [start(*way, options) for way in ways[:ahead]]
+    for process in started if options.together else ():
+        process.stdout.readline()  # it is ready, or has ended
     for number, (row, way) in enumerate(ways):
-        process, following = following, start(*ways[number + 1], options) if number + 1 < len(ways) else None
-        assert process is not None, "each way has been started"
-        result = {"row": row, "way": way} | finish(process, end - time.monotonic())
+        result = {"row": row, "way": way} | finish(started[number], end - time.monotonic())
+        started += [start(*way, options) for way in ways[number + ahead : number + ahead + 1]]
         results.append(result)
         print(line(result), flush=True)
         if options.json:
@@ -113,31 +137,35 @@ def main() -> None:
 
 def ways_of(row: str, options: argparse.Namespace) -> list[str]:
     """Return the ways of a row that are measured, each once."""
-    variants = (f"headway {name}" for name in options.variants)
+    variants = (variant_way(name) for name in options.variants)
     return list(dict.fromkeys((*(options.ways or ROWS[row]["ways"]), *variants)))
 
 
-def start(row: str, way: str, options: argparse.Namespace) -> "subprocess.Popen[str]":
+def start(row: str, way: str, options: argparse.Namespace) -> Any:
     """Start the process of a way, which waits for its turn."""
     command = [sys.executable, __file__, "--one", row, way, "--device", options.device]
     command += ["--seconds", str(options.seconds), *(["--set", *options.set] if options.set else [])]
     command += ["--profile", str(options.profile)] if options.profile else []
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    command += ["--together"] if options.together else []
+    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+    process.errors = errors  # type: ignore[attr-defined]
+    return process
 
 
-def finish(process: "subprocess.Popen[str]", left_s: float) -> dict[str, Any]:
+def finish(process: Any, left_s: float) -> dict[str, Any]:
     """Let a process measure, and return what it found."""
     try:
         if left_s < 10:
             raise subprocess.TimeoutExpired(process.args, left_s)
-        text, errors = process.communicate("measure\n", timeout=left_s)
+        text, _ = process.communicate("measure\n", timeout=left_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         return {"error": "no time left"}
     if process.returncode:
-        return {"error": errors.strip()[-2000:]}
+        process.errors.seek(0)
+        return {"error": process.errors.read().strip()[-2000:]}
     measurement: dict[str, Any] = json.loads(text.splitlines()[-1])
     return measurement
 
@@ -153,6 +181,26 @@ def import_ahead(way: str) -> None:
 
         _ = diffusers.WanTransformer3DModel, diffusers.DiTTransformer2DModel  # which are imported when named
     import torch._inductor.compile_fx  # noqa: F401
+
+
+def compile_ahead(name: str, way: str, options: argparse.Namespace) -> None:
+    """Run a step of a model of one layer: its block is compiled, and serves all layers of the measured model."""
+    device = torch.device(options.device)
+    step_of(ROWS[name] | {"model": ROWS[name]["model"] | {"layers": 1}}, way, device, options.set)[0]()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def step_of(row: dict[str, Any], way: str, device: torch.device, settings: list[str]) -> tuple[Step, float | None]:
+    """Return a training step of a way, and the planned seconds of Headway's."""
+    return (
+        headway_step(row, way, device, settings)
+        if way.startswith("headway")
+        else (diffusers_step(row, way, device), None)
+    )
 
 
 def line(result: dict[str, Any]) -> str:
@@ -176,11 +224,9 @@ def measured(name: str, way: str, options: argparse.Namespace) -> dict[str, Any]
     row, device = ROWS[name], torch.device(options.device)
     result: dict[str, Any] = {}
     began = time.perf_counter()
-    if way.startswith("headway"):
-        step, planned = headway_step(row, way, device, options.set)
+    step, planned = step_of(row, way, device, options.set)
+    if planned is not None:
         result["planned"] = planned
-    else:
-        step = diffusers_step(row, way, device)
     loss = float(step())
     result |= {"loss": loss, "first_s": time.perf_counter() - began}
     for _ in range(WARM):
@@ -198,6 +244,7 @@ def measured(name: str, way: str, options: argparse.Namespace) -> dict[str, Any]
         wait(device)
         seconds.append((time.perf_counter() - began) / count)
     result |= {"seconds": statistics.median(seconds), "rounds": seconds, "steps": count}
+    result["last_loss"] = float(step())
     result["gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     if way == "headway fed":
         result["idle_for_data"] = idle_for_data(step, device, count)
@@ -319,7 +366,7 @@ meters = list[Any]()
 
 def headway_step(row: dict[str, Any], way: str, device: torch.device, settings: list[str]) -> tuple[Step, float]:
     """Return a training step of Headway, and its planned seconds on an H200."""
-    from headway.kernels.dispatch import try_out
+    from headway.kernels.dispatch import make_plain
     from headway.models.custom import empty_model
     from headway.parallel import World, parallelize_model, total_norm
     from headway.parallel.objective import LABEL, TEXT, TEXT_MASK, TIME, DeviceBatch, SumScale
@@ -341,7 +388,7 @@ def headway_step(row: dict[str, Any], way: str, device: torch.device, settings: 
     }
     recipe = with_sample_tokens(with_settings(parse_recipe(values, {}, "benchmark"), settings))
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"in_channels": channels})})
-    try_out(VARIANTS.get(way.removeprefix("headway "), ()))
+    make_plain(next((plain for name, plain in VARIANTS.items() if variant_way(name) == way), ()))
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # as in a worker
     world = World(rank=0, size=1, device=device)
@@ -406,10 +453,10 @@ def h200() -> Any:
 
 
 def planned_seconds(recipe: Any) -> float:
-    """Return the planned step time."""
+    """Return the planned step time, by the ceilings that `headway plan` takes for an H200."""
     from headway.plan.plan import plan
 
-    return float(plan(recipe, h200()).result.plans[0].estimate.step.seconds)
+    return float(plan(recipe, h200(), fidelity="measured").result.plans[0].estimate.step.seconds)
 
 
 def diffusers_step(row: dict[str, Any], way: str, device: torch.device) -> Step:

@@ -24,7 +24,9 @@ import torch
 
 from headway.hardware import default_cluster, known_chip
 from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams
-from headway.kernels.paged_attention import PagedBatch, reference, triton_attention
+from headway.kernels.paged_batch import PagedBatch
+from headway.kernels.paged_reference import reference
+from headway.kernels.paged_triton import triton_attention
 from headway.models import Decoder, empty_decoder
 from headway.plan.costs import make_cost_model
 from headway.plan.serving_latency import PassModel

@@ -22,6 +22,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -52,6 +53,8 @@ NEEDED = {"trl": ("trl", "transformers", "accelerate", "datasets", "pandas")}
 TARGETS = {"trl": 10.0, "trl, vllm": 1.5}
 """Samples per second to reach, as a multiple of a peer's."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}<|end|>{% endfor %}"
+PASSED_ON = ("steps", "peer-steps", "parts", "batch-rows", "limit")
+"""Options that the process of a way has, too."""
 END = 0
 REWARD = r"^w\d*[02468] "
 """Whether the first word of an answer has an even number: about half of them."""
@@ -102,6 +105,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=WAYS, default=DEFAULT_WAYS)
     parser.add_argument("--steps", type=int, default=3, help="Timed steps of Headway.")
     parser.add_argument("--peer-steps", type=int, default=1, help="Timed steps of TRL.")
+    parser.add_argument("--parts", type=int, default=2, help="Times that Headway's parts are timed alone; may be 0.")
     parser.add_argument("--limit", type=float, default=280, help="Seconds that one way may take.")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="Settings of Headway's recipe.")
     parser.add_argument("--batch-rows", type=int, default=16, help="Answers of a forward pass of TRL.")
@@ -118,6 +122,7 @@ def main() -> None:
             result = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         print(json.dumps(result), flush=True)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the process of a way ends, too
     versions = {name: version_of(name) for name in PACKAGES}
     print("  ".join(f"{name} {version or 'MISSING'}" for name, version in versions.items()), flush=True)
     results = list[dict[str, Any]]()
@@ -144,21 +149,43 @@ def in_a_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
         missing.append("vllm")
     if missing:
         return {"way": name, "error": f"not installed: {', '.join(missing)}"}
-    words = [sys.executable, __file__, "--one", name, "--device", options.device, "--steps", str(options.steps)]
-    words += ["--peer-steps", str(options.peer_steps), "--batch-rows", str(options.batch_rows)]
-    words += ["--limit", str(options.limit), *(["--tiny"] if options.tiny else []), "--set", *options.set]
+    words = [sys.executable, __file__, "--one", name, "--device", options.device]
+    words += [f"--{key}={getattr(options, key.replace('-', '_'))}" for key in PASSED_ON]
+    words += [*(["--tiny"] if options.tiny else []), "--set", *options.set]
     began = time.perf_counter()
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    why = f"took more than {options.limit:.0f} s"
     try:
         output, _ = process.communicate(timeout=options.limit)
-        texts = [text for text in output.splitlines() if text.startswith("{")]
-        result = json.loads(texts[-1]) if texts else {"error": f"exit status {process.returncode}"}
+        why = f"exit status {process.returncode}"
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
-        result = {"error": f"took more than {options.limit:.0f} s"}
+        end(process)
+        output, _ = process.communicate()
+    finally:
+        end(process)
+    # A way of Headway has printed its whole step before it times its parts.
+    result = _last(output) or {"error": why, **_least(output)}
     return {"way": name, "process_s": round(time.perf_counter() - began, 1), **result}
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Kill a process with its children, if it still runs."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+
+
+def _last(output: str) -> dict[str, Any] | None:
+    """The result that a process printed last."""
+    texts = [text for text in output.splitlines() if text.startswith("{") and '"timed_since"' not in text]
+    return json.loads(texts[-1]) if texts else None
+
+
+def _least(output: str) -> dict[str, Any]:
+    """What is known of a way that was stopped: its timed step had taken so long already."""
+    begun = [json.loads(text)["timed_since"] for text in output.splitlines() if text.startswith('{"timed_since"')]
+    return {"step_s_at_least": time.time() - begun[-1]} if begun else {}
 
 
 def one_way(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -171,22 +198,27 @@ def one_way(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def print_table(results: Sequence[dict[str, Any]]) -> None:
     """In Markdown, with what is to be reached."""
-    print(
-        "\n| way | step, s | samples/s | generate, s | train, s | sum of parts alone, s | step / sum | sync, ms | GiB |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    heads = "way", "step, s", "samples/s", "generate, s", "train, s", "sum of parts alone, s", "step / sum"
+    print(f"\n| {' | '.join((*heads, 'sync, ms', 'mismatch', 'GiB'))} |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     by_way = {result["way"]: result for result in results if "error" not in result}
     for name, row in by_way.items():
+        mismatch = f"{row['mismatches'][-1]:.3g}" if "mismatches" in row else ""
         cells = (
             f"{row['step_s']:.2f}", f"{row['samples_s']:.2f}", _number(row, "generate_s"), _number(row, "train_s"),
-            _number(row, "parts_s"), _number(row, "overhead", 3), _number(row, "sync_ms"), f"{row['gib']:.1f}",
+            _number(row, "parts_s"), _number(row, "overhead", 3), _number(row, "sync_ms"), mismatch,
+            f"{row['gib']:.1f}",
         )  # fmt: skip
         print(f"| {name} | {' | '.join(cells)} |")
+    ours = [row for name, row in by_way.items() if name.startswith("headway") and not name.endswith("exact")]
+    best = max((row["samples_s"] for row in ours), default=None)
     for result in results:
         if "error" in result:
             print(f"{result['way']}: {result['error']}")
-    ours = [row for name, row in by_way.items() if name.startswith("headway") and not name.endswith("exact")]
-    best = max((row["samples_s"] for row in ours), default=None)
+        if "step_s_at_least" in result and ours:
+            least = result["step_s_at_least"]
+            times = least / min(row["step_s"] for row in ours)
+            print(f"headway / {result['way']}: more than x{times:.1f}; its step had taken {least:.0f} s when stopped")
     for name, target in TARGETS.items():
         if best is not None and name in by_way:
             print(f"headway / {name}: x{best / by_way[name]['samples_s']:.2f} samples/s  (to reach: {target})")
@@ -338,12 +370,12 @@ def headway(work: Work, options: argparse.Namespace, folder: Path, name: str) ->
     times = [late - early for early, late in pairwise(saves.ends)]
     step_s = statistics.median(times)
     recorder.close()
-    spans = spans_of(run.events, since=2)
+    spans, mismatches = spans_of(run.events, since=2), mismatches_of(run.events)
     result: dict[str, Any] = {
         "step_s": step_s, "steps_s": times, "samples_s": work.answers / step_s, "first_s": saves.ends[0] - began,
         "gib": gib, **{f"{key}_in_step_s": value for key, value in spans.items()},
         "sync_ms": spans.get("sync", 0.0) * 1e3, "tokens": sum(work.lengths), "rows": len(fed["last"].rows.inputs),
-        "sequences_at_once": at_once,
+        "sequences_at_once": at_once, "mismatches": mismatches,
     }  # fmt: skip
     print(json.dumps(result), flush=True)
 
@@ -354,15 +386,17 @@ def headway(work: Work, options: argparse.Namespace, folder: Path, name: str) ->
         for sample, prompt in enumerate(prompts)
         for answer in range(work.samples)
     ]
-    alone = []
-    for number in range(2):
+    alone = list[float]()
+    for number in range(options.parts):
         sampler = parts.feed.sampler(100 + number)
         start = clock(device)
         sampler.sample(requests, lambda _: None, lambda: None)
         alone.append(clock(device) - start)
-    trained = [training_alone(parts, fed["last"], device) for _ in range(3)]
+    trained = [training_alone(parts, fed["last"], device) for _ in range(options.parts)]
     parts.feed.close()
-    generate, training = min(alone), statistics.median(trained[1:])
+    if not alone:
+        return result
+    generate, training = min(alone), min(trained)
     result |= {"generate_s": generate, "train_s": training, "parts_s": generate + training}
     return {**result, "overhead": step_s / (generate + training), "engine_tokens_s": sum(work.lengths) / generate}
 
@@ -401,6 +435,12 @@ def spans_of(events: Path, since: int) -> dict[str, float]:
     return {
         name: seconds / max(steps, 1) for name, seconds in sums.items() if name in ("generate", "score", "sync", "idle")
     }
+
+
+def mismatches_of(events: Path) -> list[float]:
+    """The mean difference of log-probabilities between trainer and sampler, by step."""
+    lines = [json.loads(text) for file in sorted(events.glob("*-rank-0.jsonl")) for text in file.open()]
+    return [event["mismatch"] for event in lines if event.get("kind") == "step"]
 
 
 # -- TRL
@@ -529,6 +569,8 @@ def ends_of_steps(ends: list[float], device: torch.device) -> Any:
     class Ends(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(clock(device))
+            if len(ends) == 1:  # what follows is timed, and may be stopped by a limit
+                print(json.dumps({"timed_since": time.time()}), flush=True)
 
     return Ends()
 

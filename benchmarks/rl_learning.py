@@ -1,44 +1,73 @@
 """Whether reinforcement learning teaches a real model something: correct answers to held-out one-step arithmetic.
 
-    python benchmarks/rl_learning.py MODEL MAWPS.jsonl [--seeds 1 2 3 4 5] [--lr 3e-5] [--limit 280] [--out FILE]
-        [--at-once 5] [--set KEY=VALUE ...]
+    python benchmarks/rl_learning.py MODEL MAWPS.jsonl [--seeds 1 2 3 4 5] [--lr 3e-5] [--limit 500] [--out FILE]
+        [--set KEY=VALUE ...]
 
-MODEL is a folder with a chat template, such as SmolLM2-135M-Instruct. Every run is `headway train` of
-recipes/grpo-mawps.toml with a seed of its own; runs share the device, and stop (SIGTERM: they save, and exit) when
---reserve seconds are left of --limit. The reward is correctness alone. Correctness of the model before, and of the
-state that each run has saved, is that of the same 161 held-out questions, answered greedily by `headway eval`. Exit
-status 0 if it rises by at least 0.2 in the mean over the seeds of the best learning rate.
+MODEL is a folder with a chat template, such as SmolLM2-135M-Instruct. Every seed is a run of recipes/grpo-mawps.toml,
+by the trainer's own loop. Runs follow each other in this process, which imports and compiles once, in a step that does
+not count. They share what is left of --limit: one that has used its share stops at the end of a step, unless it has
+made --steps. The reward is correctness alone. Correctness of the model before, and after each run, is that of the same
+161 held-out questions, answered greedily. Exit status 0 if it rises by at least 0.2 in the mean over the seeds.
 """
 
 import argparse
-import contextlib
-import itertools
+import gc
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from headway.agent import new_run
+from headway.data.chat_build import ChatOptions, build_chat_dataset
+from headway.parallel import World
+from headway.recipe import Assignment, Recipe
+from headway.recipe.load import load_recipe
+from headway.track import Recorder, RunFolder, read_evaluations, read_recipe, record_path
+from headway.track.heartbeat import PAGE, HeartbeatWriter
+from headway.train.build import Parts, build
+from headway.train.evaluate_tasks import evaluate_tasks, tasks_of
+from headway.train.loop import train
+from headway.train.stop import StopRequest
+from rl_gpu import NoSaves
 
 ROOT = Path(__file__).resolve().parent.parent
 RISE = 0.2
 """To reach, in the mean over seeds."""
-STOP_S = 40.0
-"""For a run that was told to stop: to end its step, and to save."""
+EVALUATION_S = 10.0
+"""For the last evaluation of a run, and what is between two runs; the first evaluation corrects it."""
+
+
+class Deadline(NoSaves):
+    """Stands for the channel to an agent; it has a run stop at a time."""
+
+    def __init__(self, stop: StopRequest, device: torch.device, at_s: float) -> None:
+        super().__init__(device)
+        self._stop, self._at_s = stop, at_s
+
+    def tick(self) -> None:
+        """The end of a step."""
+        super().tick()
+        self._stop.asked = self._stop.asked or time.monotonic() > self._at_s
 
 
 class Proof:
-    """The runs and evaluations, within a time limit."""
+    """The runs, within a time limit."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder, self.began = options, folder, time.monotonic()
-        self.model, self.data, self.runs = str(options.model.resolve()), folder / "data", folder / "runs"
-        self.tasks = str(self.data / "mawps-files" / "held-out.toml")
+        self.files, self.data = folder / "mawps-files", folder / "mawps"
+        self.before = 0.0
+        self.evaluation_s = EVALUATION_S
+        self.device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
 
     @property
     def seconds(self) -> float:
@@ -46,108 +75,111 @@ class Proof:
         return time.monotonic() - self.began
 
     def run(self) -> int:
-        """Evaluate the model, train it with every seed, evaluate what came out, and tell."""
+        """Train the model with every seed, evaluate before and after, and tell."""
         options = self.options
-        words = [str(options.mawps.resolve()), str(self.data / "mawps-files"), "--max-tokens", str(options.max_tokens)]
+        words = [str(options.mawps.resolve()), str(self.files), "--max-tokens", str(options.max_tokens)]
         subprocess.run([sys.executable, str(ROOT / "examples" / "mawps.py"), *words], check=True)
-        prompts = str(self.data / "mawps-files" / "prompts.jsonl")
-        words = ["data", "build", str(self.data / "mawps"), prompts, "--chat", self.model, "--prompts"]
-        if self.headway(words, "build", options.limit):
-            sys.exit(self.end_of("build"))
-        work = list(itertools.product(options.lr, options.seeds))
-        with ThreadPoolExecutor(options.at_once + 1) as pool:
-            first = pool.submit(self.correct, self.model, "before")
-            results = list(pool.map(lambda pair: self.train(*pair), work))
-            before = first.result()
-            after = list(pool.map(lambda result: self.correct(result["run"], f"after-{result['run']}"), results))
-        for result, correct in zip(results, after, strict=True):
-            result["after"] = correct
-            result["rise"] = None if correct is None or before is None else correct - before
-        return self.tell(before, results)
+        build_chat_dataset(self.data, [self.files / "prompts.jsonl"], ChatOptions(str(options.model), prompts=True))
+        with self.parts(options.seeds[0], "warm") as parts:
+            self.before = self.correct(parts, 0)
+            train(parts, Deadline(parts.stop, self.device, 0.0))  # type: ignore[arg-type]
+        print(f"compiled: {self.seconds:.0f} s", flush=True)
+        results = list[dict[str, Any]]()
+        for number, seed in enumerate(options.seeds):
+            share_s = (options.limit - self.seconds) / (len(options.seeds) - number)
+            results.append(self.train(seed, time.monotonic() + share_s))
+            self.write(results)
+        return self.tell(results)
 
-    def train(self, lr: str, seed: int) -> dict[str, Any]:
-        """Train until the deadline."""
-        options, run = self.options, f"mawps-{lr}-{seed}"
-        settings = [f"model.init={self.model}", f"data.path={self.data / 'mawps'}", f"seed={seed}", f"train.lr={lr}"]
-        settings += [f"train.steps={options.steps}", "eval.tasks=[]", "checkpoint.every_steps=0", *options.set]
-        words = ["train", str(ROOT / "recipes" / "grpo-mawps.toml"), "--name", run, "--runs", str(self.runs)]
-        words += ["--workers", "1", *(word for setting in settings for word in ("--set", setting))]
-        status = self.headway(words, run, options.limit - options.reserve)
-        result: dict[str, Any] = {"run": run, "lr": lr, "seed": seed, "status": status, "stopped_s": self.seconds}
-        result |= {key: self.recorded(run, key) for key in ("reward", "length", "truncated")}
+    def recipe(self, seed: int) -> Recipe:
+        """The recipe of a run."""
+        options = self.options
+        settings = [f"model.init={options.model}", f"data.path={self.data}", f"seed={seed}", f"train.lr={options.lr}"]
+        settings += [f"train.steps={options.steps}", "eval.tasks=[]", "checkpoint.every_steps=0"]
+        return load_recipe(ROOT / "recipes" / "grpo-mawps.toml", [*settings, *options.set])
+
+    @contextmanager
+    def parts(self, seed: int, name: str) -> Iterator[Parts]:
+        """Build a run."""
+        attempt = new_run(self.recipe(seed), self.folder / "runs", workers=1, name=name)
+        run, recipe = attempt.folder, read_recipe(attempt.folder)
+        torch.set_num_threads(attempt.threads)
+        assignment = Assignment(
+            run=str(run.path), attempt=1, rank=0, workers=1, device=self.device.type, threads=attempt.threads, log="",
+            rendezvous="", asked_ns=time.monotonic_ns(),
+        )  # fmt: skip
+        recorder = Recorder(record_path(run.events, 1, "rank-0"), attempt=1, process="rank-0")
+        beat = HeartbeatWriter(memoryview(bytearray(PAGE)))
+        parts = build(assignment, recipe, World(0, 1, self.device), recorder, StopRequest(), beat, None)
+        yield parts
+        parts.feed.close()
+        recorder.close()
+        del parts
+        gc.collect()  # graphs and caches of a run are in cycles
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def train(self, seed: int, until_s: float) -> dict[str, Any]:
+        """Train until a time; return what came of it."""
+        began = self.seconds
+        with self.parts(seed, f"mawps-{seed}") as parts:
+            saves = Deadline(parts.stop, self.device, until_s - self.evaluation_s)
+            started = self.seconds
+            train(parts, saves)  # type: ignore[arg-type]
+            trained_s = self.seconds - started
+            after, run = self.correct(parts, len(saves.ends)), parts.run
+        result: dict[str, Any] = {"seed": seed, "after": after, "rise": after - self.before, "steps": len(saves.ends)}
+        result |= {key: recorded(run, key) for key in ("reward", "length", "truncated", "mismatch")}
+        result |= {"began_s": began, "started_s": started, "trained_s": trained_s, "ended_s": self.seconds}
         rewards = result["reward"]
         some = " ".join(f"{value:.2f}" for value in rewards[:: max(1, len(rewards) // 12)])
-        print(f"{run}: {len(rewards)} steps, exit status {status}, {self.seconds:.0f} s; rewards {some}", flush=True)
-        if status not in (0, 75):
-            print(self.end_of(run), flush=True)
+        print(f"{run.name}: {len(rewards)} steps in {trained_s:.0f} s, {after:.3f}; rewards {some}", flush=True)
         return result
 
-    def correct(self, model: str, name: str) -> float | None:
-        """Return the share of held-out questions that a model answers correctly; None if it could not be evaluated."""
-        out = self.folder / f"{name}.jsonl"
-        words = ["eval", model, "--tasks", self.tasks, "--json", "--out", str(out), "--runs", str(self.runs)]
-        if self.headway(words, name, self.options.limit):
-            print(self.end_of(name), flush=True)
-            return None
-        rows = [json.loads(line) for line in out.read_text().splitlines()]
-        share = statistics.mean(row["scores"]["math"] for row in rows)
-        print(f"{name}: {share:.3f} of {len(rows)} questions, {self.seconds:.0f} s", flush=True)
-        return share
+    def correct(self, parts: Parts, step: int) -> float:
+        """Return the share of held-out questions that the model answers correctly as it is."""
+        began = self.seconds
+        tasks = tasks_of(parts.recipe.eval.model_copy(update={"tasks": (str(self.files / "held-out.toml"),)}))
+        evaluate_tasks(parts, tasks, step)
+        done = [each for each in read_evaluations(parts.run) if each.step == step]
+        if not done:
+            raise SystemExit("\n".join(str(event.get("message")) for event in events_of(parts.run, "log")))
+        (metric,) = done[0].metrics
+        self.evaluation_s = self.seconds - began + 3
+        print(f"step {step}: {metric.value:.3f} of the held-out questions, {self.seconds:.0f} s", flush=True)
+        return float(metric.value)
 
-    def headway(self, words: list[str], name: str, until_s: float) -> int:
-        """Run a command, with its output in a file; tell it to stop when the time is over. Return its exit status."""
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p)}
-        with (self.folder / f"{name}.log").open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "headway", *words], cwd=self.folder, stdout=file, stderr=subprocess.STDOUT,
-                env=environment, start_new_session=True,
-            )  # fmt: skip
-            for send, seconds in (
-                (None, max(until_s - self.seconds, 1)),
-                (signal.SIGTERM, STOP_S),
-                (signal.SIGKILL, 9),
-            ):
-                if send is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        process.send_signal(send)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return process.wait(seconds)
-        return 124
-
-    def recorded(self, run: str, key: str) -> list[float]:
-        """Return a metric of a run's steps."""
-        values = []
-        for file in sorted((self.runs / run / "events").glob("*-rank-0.jsonl")):
-            for line in file.read_text().splitlines():
-                with contextlib.suppress(ValueError):
-                    event = json.loads(line)
-                    if event.get("kind") == "step" and key in event:
-                        values.append(float(event[key]))
-        return values
-
-    def end_of(self, name: str) -> str:
-        """The end of a command's output."""
-        return (self.folder / f"{name}.log").read_text()[-1500:]
-
-    def tell(self, before: float | None, results: list[dict[str, Any]]) -> int:
+    def tell(self, results: list[dict[str, Any]]) -> int:
         """Print the table, write the file; return the exit status."""
-        print(f"\nheld-out correctness before: {before}\n\n| lr | seed | steps | after | rise |\n|---|---|---|---|---|")
-        rises = dict[str, list[float]]()
+        print(f"\nheld-out correctness before: {self.before:.3f}\n\n| seed | steps | seconds | after | rise |")
+        print("|---|---|---|---|---|")
         for result in results:
-            if result["rise"] is not None:
-                rises.setdefault(result["lr"], []).append(result["rise"])
-                print(f"| {result['lr']} | {result['seed']} | {len(result['reward'])} | {result['after']:.3f} "
-                      f"| {result['rise']:+.3f} |")  # fmt: skip
-        for lr, values in rises.items():
-            print(
-                f"lr {lr}: mean rise {statistics.mean(values):+.3f}, least {min(values):+.3f}, of {len(values)} seeds"
-            )
-        print(f"{self.seconds:.0f} s in all")
+            print(f"| {result['seed']} | {result['steps']} | {result['trained_s']:.0f} | {result['after']:.3f} "
+                  f"| {result['rise']:+.3f} |")  # fmt: skip
+        rises = [result["rise"] for result in results]
+        mean = statistics.mean(rises)
+        print(f"mean rise {mean:+.3f}, least {min(rises):+.3f}, of {len(rises)} seeds; {self.seconds:.0f} s in all")
+        return 0 if mean >= RISE else 1
+
+    def write(self, results: list[dict[str, Any]]) -> None:
+        """Write what is known so far."""
         if self.options.out:
-            facts = {"command": sys.argv, "before": before, "seconds": self.seconds, "results": results}
+            facts = {"command": sys.argv, "before": self.before, "seconds": self.seconds, "results": results}
+            facts |= {"torch": torch.__version__, "device": self.device.type}
+            if self.device.type == "cuda":
+                facts["device"] = torch.cuda.get_device_name()
             self.options.out.write_text(json.dumps(facts, indent=1) + "\n")
-        whole = [statistics.mean(values) for values in rises.values() if len(values) == len(self.options.seeds)]
-        return 0 if whole and max(whole) >= RISE else 1
+
+
+def recorded(run: RunFolder, key: str) -> list[float]:
+    """Return a metric of a run's steps."""
+    return [float(event[key]) for event in events_of(run, "step") if key in event]
+
+
+def events_of(run: RunFolder, kind: str) -> list[dict[str, Any]]:
+    """Return what a run recorded of a kind."""
+    lines = [line for file in sorted(run.events.glob("*-rank-0.jsonl")) for line in file.read_text().splitlines()]
+    return [event for event in map(json.loads, lines) if event.get("kind") == kind]
 
 
 def main() -> int:
@@ -155,18 +187,21 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("mawps", type=Path)
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--lr", nargs="*", default=["3e-5"], help="learning rates; each with all seeds")
-    parser.add_argument("--steps", type=int, default=1000, help="steps of a run, if the time suffices")
-    parser.add_argument("--at-once", type=int, default=5, help="runs at the same time")
+    parser.add_argument("--lr", default="3e-5")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a run, if the time suffices")
     parser.add_argument("--limit", type=float, default=500, help="seconds for everything")
-    parser.add_argument("--reserve", type=float, default=75, help="of them, for saving and the last evaluations")
     parser.add_argument("--max-tokens", type=int, default=200, help="of an answer to a held-out question")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the recipe")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    options.model = options.model.resolve()
     with tempfile.TemporaryDirectory() as name:
         return Proof(options, Path(name)).run()
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.exit(main())

@@ -3,14 +3,20 @@
     python benchmarks/train_gpu.py [--rows NAME ...] [--ways WAY ...] [--rounds 1] [--json FILE] [--profile FILE]
 
 Every way of a row runs in a process of its own, one after the other, in as many rounds; a process warms up, then times
-at least 20 steps of random tokens on its own clock, the device idle before the first and after the last. Rows say what
-is kept in which precision. Headway's step is the trainer's own (`headway.parallel.apply`, its optimizer, its norm); the
-peers use torch.optim.AdamW (fused). All clip gradients to a norm of 1; `--peers-do-not-clip` leaves that out for peers.
+20 steps of random tokens (`--steps`) on its own clock, the device idle before the first and after the last. Rows say
+what is kept in which precision. Headway's step is the trainer's own (`headway.parallel.apply`, its optimizer, its
+norm); the peers use torch.optim.AdamW (fused). All clip gradients to a norm of 1; `--peers-do-not-clip` leaves that out
+for peers.
 
 Rows in fp8 have the peer `torchao`: transformers' model whose blocks' linear layers torchao converts (the same layers
 as ours), compiled block by block, with Liger's loss.
 
     python benchmarks/train_gpu.py --rows "8B 4096x2 fp8" "1B 4096x4 fp8" --ways headway torchao bound --json FILE
+
+The mixture of experts has the shape of OLMoE (6.9B, 64 experts of which a token takes 8) and the peer `transformers`,
+with its grouped products.
+
+    python benchmarks/train_gpu.py --rows "OLMoE 4096x4" --ways headway transformers bound
 
 The row of one long sequence has a peer with gradient checkpointing, whose attention is cuDNN's in both passes; it takes
 ten seconds per step, and times the second.
@@ -20,6 +26,7 @@ their own shapes by cuBLAS, causal attention by cuDNN, and the bytes of everythi
 """
 
 import argparse
+import fcntl
 import gc
 import json
 import os
@@ -48,6 +55,9 @@ LLAMA_350M = {"layers": 24, "dim": 1024, "heads": 16, "kv_heads": 16, "hidden": 
               "vocab_size": 50304}  # fmt: skip
 QWEN_4B = {"layers": 36, "dim": 2560, "heads": 32, "kv_heads": 8, "head_dim": 128, "hidden": 9728, "qk_norm": True,
            "tie_embeddings": True, "vocab_size": 151936}  # fmt: skip
+OLMOE = {"family": "qwen3_moe", "layers": 16, "dim": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128,
+         "hidden": 8192, "expert_hidden": 1024, "experts": 64, "top_k": 8, "normalize_weights": False, "balance": 0.01,
+         "tie_embeddings": False, "vocab_size": 50304}  # fmt: skip
 LOW = {"dtype": "bfloat16", "weights": "bfloat16", "moments": "bfloat16"}
 ROWS: dict[str, dict[str, Any]] = {
     "1B 4096x4": {"model": LLAMA_1B, "seq": 4096, "batch": 4, "train": LOW},
@@ -76,6 +86,11 @@ ROWS: dict[str, dict[str, Any]] = {
                     "train": LOW | {"recompute": "except-attention"}},
     "8B 4096x2 fp8": {"model": LLAMA_8B, "seq": 4096, "batch": 2, "train": LOW | {"fp8": {}}},
     "1B 4096x4 fp8": {"model": LLAMA_1B, "seq": 4096, "batch": 4, "train": LOW | {"fp8": {}}},
+    "OLMoE 4096x4": {"model": OLMOE, "seq": 4096, "batch": 4, "train": LOW, "peer": "transformers"},
+    "OLMoE 4096x4 fp8 experts": {
+        "model": OLMOE, "seq": 4096, "batch": 4, "train": LOW | {"fp8": {"layers": ["**.experts"]}},
+        "peer": "transformers",
+    },
 }  # fmt: skip
 WAYS = ("headway", "liger", "transformers", "torchao", "torchao-rowwise", "bound")
 Step = Callable[[], torch.Tensor]
@@ -87,6 +102,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=["1B 4096x4", "8B 4096x2"])
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=["headway", "liger", "bound"])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=STEPS, help="Timed steps, in four parts.")
+    parser.add_argument("--lock", type=Path, help="Time steps only while holding this file: others may compile then.")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="Settings of Headway's recipe.")
     parser.add_argument("--data", type=Path, help="A data set whose tokens are read, in place of random ones.")
     parser.add_argument("--peers-do-not-clip", action="store_true")
@@ -110,9 +127,10 @@ def main() -> None:
 
 def in_a_process(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """One way of one row, by a process of its own."""
-    words = [sys.executable, __file__, "--one", row, way, "--set", *options.set]
+    words = [sys.executable, __file__, "--one", row, way, "--steps", str(options.steps), "--set", *options.set]
     words += ["--profile", str(options.profile)] if options.profile else []
     words += ["--data", str(options.data)] if options.data else []
+    words += ["--lock", str(options.lock)] if options.lock else []
     words += ["--peers-do-not-clip"] if options.peers_do_not_clip else []
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -127,7 +145,7 @@ def line(one: dict[str, Any], found: list[dict[str, Any]]) -> str:
         return f"{one['row']:20}{one['way']:14}{one['error']}"
     text = f"{one['row']:20}{one['way']:14}{one['step_s'] * 1e3:8.1f} ms{one['tokens_s']:9,.0f} tokens/s"
     text += f"{one['mfu']:7.1%} MFU{one.get('gib', 0):7.1f} GiB"
-    peer = "torchao" if "fp8" in one["row"] else "liger"
+    peer = ROWS[one["row"]].get("peer") or ("torchao" if "fp8" in one["row"] else "liger")
     ligers = [other["step_s"] for other in found if (other["row"], other["way"]) == (one["row"], peer)]
     if one["way"] == peer:
         ours = [other["step_s"] for other in found if (other["row"], other["way"]) == (one["row"], "headway")]
@@ -163,13 +181,16 @@ def measured(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
         total, parts = bound(model, shape)
         rates = {"step_s": total, "tokens_s": tokens / total, "mfu": flops / total / PEAK}
         return {**about, **rates, "parts_ms": parts}
-    began, steps = time.perf_counter(), shape.get("steps", STEPS)
+    began, steps = time.perf_counter(), shape.get("steps", options.steps)
     step = headway(model, shape, options) if way == "headway" else peer(model, shape, way, options)
     loss = step()
     torch.cuda.synchronize()
     first_s = time.perf_counter() - began
+    if options.lock:
+        held = options.lock.open("w")  # until this process ends
+        fcntl.flock(held, fcntl.LOCK_EX)
     parts = min(4, steps)
-    for _ in range(WARM if steps == STEPS else 0):
+    for _ in range(0 if "steps" in shape else WARM):
         step()
     torch.cuda.synchronize()
     times, begin = list[float](), time.perf_counter()
@@ -180,7 +201,7 @@ def measured(row: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
         times.append((time.perf_counter() - begin) / (steps // parts))
         begin = time.perf_counter()
     step_s = statistics.median(times)
-    traced = steps == STEPS or options.profile
+    traced = "steps" not in shape or options.profile
     waits = host_waits(step) if traced else None
     busy = kernels_of(step, f"{row}, {way}", options.profile) if traced else None
     memory = torch.cuda.max_memory_allocated() / 2**30
@@ -213,7 +234,10 @@ def headway(model: Any, shape: dict[str, Any], options: argparse.Namespace) -> S
     from headway.train.optimizer_in_backward import early_updates
 
     train = {"batch": shape["batch"], "lr": 1e-4, **shape["train"]}
-    values = {"model": model.model_dump(exclude_defaults=True), "data": {"path": "none", "seq": shape["seq"]}}
+    values = {
+        "model": {"family": model.family, **model.model_dump(exclude_defaults=True)},
+        "data": {"path": "none", "seq": shape["seq"]},
+    }
     recipe = with_settings(parse_recipe({**values, "train": train}, {}, "benchmark"), options.set)
     world = World(0, 1, torch.device("cuda", 0))
     torch.use_deterministic_algorithms(recipe.train.deterministic)
@@ -251,8 +275,8 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
     """transformers' model and torch's optimizer; with Liger, its kernels put in."""
     import transformers
 
-    norms = getattr(model, "qk_norm", False)
-    kind = "Qwen3" if norms else "Llama"
+    norms, mixture = getattr(model, "qk_norm", False), hasattr(model, "experts")
+    kind = "Qwen3Moe" if mixture else "Qwen3" if norms else "Llama"
     if way == "liger":
         from liger_kernel import transformers as liger
 
@@ -267,8 +291,8 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
         vocab_size=model.vocabulary, hidden_size=model.dim, intermediate_size=model.hidden,
         num_hidden_layers=model.layers, num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
         head_dim=model.head_dim, tie_word_embeddings=model.tie_embeddings,
-        max_position_embeddings=max(32768, shape["seq"]),
-        attn_implementation="sdpa", use_cache=False,
+        max_position_embeddings=max(32768, shape["seq"]), attn_implementation="sdpa", use_cache=False,
+        **(experts_of(model) if mixture else {}),
     )  # fmt: skip
     low = shape["train"].get("weights") == "bfloat16"
     torch.set_default_dtype(torch.bfloat16 if low else torch.float32)
@@ -302,6 +326,15 @@ def peer(model: Any, shape: dict[str, Any], way: str, options: argparse.Namespac
         return loss.detach()
 
     return step
+
+
+def experts_of(model: Any) -> dict[str, Any]:
+    """What transformers calls a mixture's sizes, and its grouped products."""
+    return {
+        "num_experts": model.experts, "num_experts_per_tok": model.top_k, "moe_intermediate_size": model.expert_hidden,
+        "norm_topk_prob": model.normalize_weights, "output_router_logits": True,
+        "router_aux_loss_coef": model.balance, "experts_implementation": "grouped_mm",
+    }  # fmt: skip
 
 
 def in_float8(model: Any, scaling: str) -> None:
@@ -362,10 +395,14 @@ def bound(model: Any, shape: dict[str, Any]) -> tuple[float, dict[str, float]]:
     """Seconds, and milliseconds of each part."""
     tokens, width, layers = shape["batch"] * shape["seq"], model.dim, model.layers
     inner, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    products = [(width, inner), (width, kv), (width, kv), (inner, width), (width, model.hidden), (width, model.hidden),
-                (model.hidden, width)]  # fmt: skip
-    low = "fp8" in shape["train"]
+    mixture = hasattr(model, "experts")
+    products = [(width, inner), (width, kv), (width, kv), (inner, width)]
+    feed_forward = [(width, model.hidden), (width, model.hidden), (model.hidden, width)]
+    products += [(width, model.experts)] if mixture else feed_forward
+    low = "fp8" in shape["train"] and not mixture
     parts = {"products": layers * sum(three_products(tokens, *one, low=low) for one in products)}
+    if mixture:
+        parts["experts"] = layers * 3 * grouped_products(tokens * model.top_k, model)
     parts["head"] = three_products(tokens, width, model.vocabulary)
     parts["attention"] = layers * attention(model, shape)
     gc.collect()
@@ -374,7 +411,12 @@ def bound(model: Any, shape: dict[str, Any]) -> tuple[float, dict[str, float]]:
     # Of each layer's stream, once each way: two norms with their additions read and write two of it in the forward pass
     # and three and one in the backward pass; turns read and write queries and keys, both ways; the gate as it is.
     stream = tokens * width * 2
-    moved = 2 * (4 + 4) * stream + 4 * tokens * (inner + kv) * 2 + (3 + 5) * tokens * model.hidden * 2
+    moved = 2 * (4 + 4) * stream + 4 * tokens * (inner + kv) * 2
+    if mixture:  # rows are spread and combined in both passes; the activation is made again in the backward pass
+        rows = tokens * model.top_k
+        moved += 4 * stream + (1 + 1 + 1 + 2) * rows * width * 2 + (3 + 6) * rows * model.expert_hidden * 2
+    else:
+        moved += (3 + 5) * tokens * model.hidden * 2
     parts["between"] = layers * moved / speed
     if low:  # each factor is read once and written both ways: inputs, gradients and weights
         factors = sum(tokens * (one + other) + one * other for one, other in products)
@@ -427,6 +469,20 @@ def three_products(tokens: int, inputs: int, outputs: int, low: bool = False) ->
     y = torch.randn(rows, outputs, device="cuda", dtype=torch.bfloat16)
     calls = (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)
     return sum(clocked(call) for call in calls) * tokens / rows
+
+
+def grouped_products(rows: int, model: Any) -> float:
+    """A matrix of each expert, forward pass and both gradients, of rows that are spread evenly."""
+    width, hidden, experts = model.dim, model.expert_hidden, model.experts
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    y = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(experts, hidden, width, device="cuda", dtype=torch.bfloat16)
+    ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
+    calls = (
+        lambda: torch._grouped_mm(x, w.mT, offs=ends), lambda: torch._grouped_mm(y, w, offs=ends),
+        lambda: torch._grouped_mm(y.mT, x, offs=ends),
+    )  # fmt: skip
+    return sum(clocked(call) for call in calls)
 
 
 def scaled_product(m: int, n: int, k: int, fast: bool) -> float:

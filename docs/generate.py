@@ -256,6 +256,8 @@ def cli_page() -> Iterator[str]:
 def verbs(group: Any, path: str = "headway") -> Iterator[tuple[str, Any]]:
     """Yield every runnable command by its full name, in the order of the help."""
     for name, command in group.commands.items():
+        if command.hidden:
+            continue
         if hasattr(command, "commands"):
             yield from verbs(command, f"{path} {name}")
         else:

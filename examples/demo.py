@@ -75,7 +75,8 @@ def main() -> None:
     headway("train", "recipes/demo.toml", "--name", again, *options)
     headway("report", again)
     headway("diff", run, again)
-    print(f"\nnext: headway resume {run} --set train.steps=600     (continues the run)")
+    print("\nnext: . .venv/bin/activate     (puts headway on your path)")
+    print(f"      headway resume {run} --set train.steps=600     (continues the run)")
     print("      headway runs, headway metrics last --key loss, headway recipe show recipes/demo.toml")
 
 

@@ -90,6 +90,37 @@ def h200_steps() -> list[dict[str, Any]]:
     return predicted
 
 
+def h200_rows() -> list[dict[str, Any]]:
+    """Steps with experts and in float8, as benchmarks/train_gpu.py measured them, planned from their recipes."""
+    cluster = parse_on("h200")
+    predicted = []
+    for row in json.loads((RESULTS / "plan_h200_rows.json").read_text(encoding="utf-8"))["rows"]:
+        recipe = Recipe(
+            model=Model(**row["model"]), data=Data(path="data", seq=row["seq"]), train=Train(**row["train"])
+        )
+        planned = plan(recipe, cluster, fidelity="measured")
+        prediction = planned.best.estimate
+        predicted.append({
+            "name": row["row"],
+            "runnable": planned.best.runnable,
+            "step_s": row["step_s"],
+            "predicted_step_s": prediction.step.seconds,
+            "step_error": prediction.step.seconds / row["step_s"] - 1,
+            "peak_gib": row["peak_gib"],
+            "predicted_peak_gib": prediction.memory.allocated / 2**30,
+            "memory_error": prediction.memory.allocated / 2**30 / row["peak_gib"] - 1,
+        })  # fmt: skip
+    return predicted
+
+
+def show_rows(rows: list[dict[str, Any]]) -> None:
+    print("\nexperts and float8 on an H200")
+    for row in rows:
+        times = f"{row['step_s'] * 1e3:>8.1f} ms {row['predicted_step_s'] * 1e3:>8.1f} ms {row['step_error']:>+7.1%}"
+        memory = f"{row['peak_gib']:>9.1f} {row['predicted_peak_gib']:>7.1f} {row['memory_error']:>+7.1%}"
+        print(f"  {row['name']:<24}{times} {memory}{'' if row['runnable'] else '  the trainer cannot run it'}")
+
+
 def show_h200(rows: list[dict[str, Any]]) -> None:
     print(f"\nsteps on an H200\n  {'':<24}{'measured':>11} {'predicted':>11} {'':>7} {'peak GiB':>9} {'predicted':>10}")
     for row in rows:
@@ -178,6 +209,8 @@ def main() -> None:
         print(f"{name}, calibrated, {given.seeds} seeds: mean {mean} (worst seed {worst}), {rest}")
     steps = h200_steps()
     show_h200(steps)
+    rows = h200_rows()
+    show_rows(rows)
     print("\nsearch")
     times = search_times()
     print("\nparameters: prior, fitted on all, spread of the prior")
@@ -186,7 +219,7 @@ def main() -> None:
         print(f"  {name:<12}{prior:>10.4g}{fitted:>10.4g}  x/ {1 + spread:.2f}")
     results = {
         "published_runs": as_json(runs)["tables"], "a100_iterations": as_json(iterations)["tables"], "seeds": seeds,
-        "h200_steps": steps, "search_s": times,
+        "h200_steps": steps, "h200_rows": rows, "search_s": times,
     }  # fmt: skip
     (RESULTS / "plan_accuracy.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     draw(runs, RESULTS / "plan_accuracy.svg")

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from headway.agent.launch import resolve
 from headway.cli import plan as verb
+from headway.cli import plan_request
 from headway.cli.accuracy_view import short_source
 from headway.cli.plan_view import ERRORS
 from headway.errors import HeadwayError
@@ -198,7 +199,7 @@ def test_vocabulary_of_a_built_dataset_is_used(dataset: Path) -> None:
     result = call(str(RECIPES / "demo.toml"), "--on", "cpu", "--json", "--set", f"data.path={dataset}")
     assert json.loads(result.stdout)["model"]["vocab"] == 320
     assert not result.stderr
-    assert verb.VOCABULARY_MULTIPLE == resolve.VOCABULARY_MULTIPLE
+    assert plan_request.VOCABULARY_MULTIPLE == resolve.VOCABULARY_MULTIPLE
 
 
 def test_default_cluster_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,20 +134,20 @@ def test_labels_are_changed_and_shown(root):
     assert json.loads(call(root, "runs", "rename", "a", "z", "--json").output) == {"run": "z", "before": "a"}
 
 
-def test_delete_asks_and_refuses_live_runs(root):
-    assert isinstance(call(root, "runs", "delete", "a").exception, UsageError), "no terminal to ask on"
+def test_removal_asks_and_refuses_live_runs(root):
+    assert isinstance(call(root, "runs", "rm", "a").exception, UsageError), "no terminal to ask on"
     with lock_run(RunFolder(root / "b")):
-        result = call(root, "runs", "delete", "b", "--yes")
+        result = call(root, "runs", "rm", "b", "--yes")
     assert isinstance(result.exception, RunError)
-    assert "cannot delete: run b is in use" in result.exception.message
-    assert call(root, "runs", "delete", "a", "c", "--yes").output.startswith("deleted 2 runs (a, c), ")
+    assert "cannot remove: run b is in use" in result.exception.message
+    assert call(root, "runs", "delete", "a", "c", "--yes").output.startswith("removed 2 runs (a, c), "), "the old name"
     assert sorted(path.name for path in root.iterdir()) == ["b"]
 
 
 def test_what_changes_runs_takes_whole_names(root):
     (root / "b").rename(root / "best")
     for words in (
-        ["delete", "b", "--yes"],
+        ["rm", "b", "--yes"],
         ["archive", "b"],
         ["rename", "b", "z"],
         ["tag", "b", "x"],
@@ -161,12 +161,12 @@ def test_what_changes_runs_takes_whole_names(root):
 
 def test_run_with_a_named_model_is_not_deleted(root):
     tag(root, "prod", RunFolder(root / "a"), 2, "aa")
-    result = call(root, "runs", "delete", "a", "--yes")
+    result = call(root, "runs", "rm", "a", "--yes")
     assert isinstance(result.exception, RunError)
     assert result.exception.message == "run a has a named model: prod is a@2"
-    assert "model remove prod" in str(result.exception.hint)
+    assert "model rm prod" in str(result.exception.hint)
     remove_name(root, "prod")
-    assert call(root, "runs", "delete", "a", "--yes").output.startswith("deleted 1 run (a), ")
+    assert call(root, "runs", "rm", "a", "--yes").output.startswith("removed 1 run (a), ")
 
 
 def test_compare_names_a_cause_only_if_one_key_differs(root):

@@ -34,6 +34,8 @@ class CountingRunner:
         self.seconds = 0.0
         self.rounds = 0
         """Sum of the sequences of each."""
+        self.counts: list[list[int]] = []
+        """Tokens of each sequence, by round."""
 
     def most_steps(self, chunks: Rows[Chunk]) -> int:
         return MOST_STEPS if all(chunk.first >= len(chunk.sequence.prompt_ids) for chunk in chunks) else 0
@@ -48,9 +50,12 @@ class CountingRunner:
     def logits(self, x_RD: torch.Tensor) -> torch.Tensor:
         return x_RD
 
-    def decode(self, chunks: Rows[Chunk], last: Any, steps: int) -> Sampled:
+    def decode(self, chunks: Rows[Chunk], last: Any, counts: Rows[int]) -> Sampled:
+        steps = max(counts)
+        self.counts.append(list(counts))
         for step in range(steps):
-            self.seconds += cost(len(chunks), sum(chunk.first + step for chunk in chunks), [])
+            running = [chunk for chunk, count in zip(chunks, counts, strict=True) if step < count]
+            self.seconds += cost(len(running), sum(chunk.first + step for chunk in running), [])
         self.rounds += len(chunks)
         return Sampled(torch.zeros(len(chunks), steps, dtype=torch.int64), torch.zeros(len(chunks), steps))
 
@@ -86,3 +91,22 @@ def test_passes_are_those_of_the_engine(wanted: list[Request], sequences: int, t
     assert planned.prefill_s + planned.decode_s == pytest.approx(runner.seconds, rel=1e-9)
     assert planned.host_s == runner.rounds
     assert planned.prefill_passes + planned.decode_passes >= max(request.output for request in wanted)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "rounds"), [(3, [[2, 8, 8], [8, 8], [3, 3]]), (2, [[2, 2], [8, 8], [8, 8], [3]])]
+)
+def test_a_round_ends_with_a_sequence_only_if_another_waits_for_its_place(
+    sequences: int, rounds: list[list[int]]
+) -> None:
+    """Requests of 3, 20 and 20 tokens, each of whose first is sampled with the prompts."""
+    runner = CountingRunner()
+    engine = InferenceEngine(
+        runner, EngineModel(VOCABULARY, 1000), BlockPool(1000, 4, shares_prefixes=False), Limits(100, sequences)
+    )
+    for number, tokens in enumerate((3, 20, 20)):
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
+        engine.add(str(number), [1] * 5, params)
+    outputs = [output for _ in iter(lambda: engine.busy, False) for output in engine.step()]
+    assert runner.counts == rounds
+    assert [sum(output.request_id == str(number) for output in outputs) for number in range(3)] == [3, 20, 20]

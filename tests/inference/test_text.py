@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.tokenizer import TextTokenizer, train_tokenizer
-from headway.inference.text import TextStream, text_pieces
+from headway.inference.text import TextStream, text_after, text_pieces
 from thinned import examples
 
 
@@ -25,6 +25,14 @@ def test_pieces_add_up_to_the_text(tokenizer: TextTokenizer, text: str, cut: int
     assert all(pieces)
     if whole.startswith(start):  # else the cut went through a character
         assert "".join(pieces) == whole[len(start) :]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(text=st.text(max_size=60), cut=st.integers(0, 20), end=st.integers(0, 200))
+def test_a_whole_text_is_that_of_its_pieces(tokenizer: TextTokenizer, text: str, cut: int, end: int) -> None:
+    ids = [int(i) for i in tokenizer.encode(text)][:end]  # which may end, or begin, within a character
+    pieces = text_pieces(ids[cut:], tokenizer.decode, before=ids[:cut])
+    assert text_after(ids[:cut], ids[cut:], tokenizer.decode) == "".join(pieces)
 
 
 def test_half_characters_wait_for_the_rest(tokenizer: TextTokenizer) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from headway.inference.sampler import _inverse, mixed_seeds, uniform
-from headway.kernels import matrix_vector, sequential_linear
+from headway.kernels import decode_rows, matrix_vector, sequential_linear
+from headway.kernels.decode_rows import GENERATED, LEFT, PAGES, POSITION, SOURCE, TOKEN
 from headway.kernels.sampling import draw, label_logprobs
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -116,10 +117,11 @@ IR = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-from headway.kernels.paged_attention import _paged_kernel as kernel
+from headway.kernels.paged_triton import _paged_kernel as kernel
 for rows, warps, page in ((16, 2, 64), (128, 8, 0)):
     constants = dict(SHARE=2, SHARE_2=2, HEAD=64, HEAD_2=64, PAGE=page, ROWS=rows, KEYS=64, SPLITS=1, LEAST=64,
-        WINDOWED=False, CAPPED=False, SUNK=False, IEEE=False, ORDERED=True, SUMS=page == 0, EARLY=False)
+        WINDOWED=False, CAPPED=False, SUNK=False, IEEE=False, ORDERED=True, SPAN=512, SUMS=page == 0,
+        HEADS_FIRST=page > 0, EARLY=False)
     floats = {"parts_ptr", "peak_ptr", "total_ptr"}
     halves = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "sinks_ptr"}
     types = {name: "constexpr" if name in constants else "*bf16" if name in halves else "*fp32" if name in floats
@@ -133,9 +135,39 @@ for rows, warps, page in ((16, 2, 64), (128, 8, 0)):
 
 @pytest.mark.slow
 def test_exact_attention_reduces_by_maxima_alone_on_a_gpu() -> None:
-    """A sum's order would depend on how a tile is shared out among threads, which the interpreter does not show."""
+    """A sum's order would depend on how a tile is shared out among threads, which the interpreter does not show; sums
+    of two numbers have one order."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", IR], env=environment, capture_output=True, text=True, check=True)
-    reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', run.stdout, flags=re.DOTALL)
-    assert len(reductions) >= 4
-    assert not [body for body in reductions if "arith.maxnumf" not in body and "arith.maximumf" not in body]
+    bodies = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', run.stdout, flags=re.DOTALL)
+    shapes = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([\dx]+)xf32', run.stdout, flags=re.DOTALL)
+    assert len(bodies) == len(shapes) >= 4
+    for body, shape in zip(bodies, shapes, strict=True):
+        of_two = "axis = 1 " in body and shape.split("x")[1] == "2"
+        assert of_two or "arith.maxnumf" in body or "arith.maximumf" in body
+
+
+def test_a_row_without_passes_left_fills_up_the_batch() -> None:
+    """Rows with 1, 3 and 0 passes left in pages of 4 tokens, of which 9 is the scratch page; the last pages are full
+    after their sequences' last tokens."""
+    rows = torch.zeros(3, PAGES + 2, dtype=torch.int32)
+    rows[:, TOKEN] = torch.tensor([5, 6, 0])
+    rows[:, SOURCE] = torch.tensor([2, -1, -1])
+    rows[:, POSITION] = torch.tensor([7, 3, 0])
+    rows[:, GENERATED] = torch.tensor([4, 1, 0])
+    rows[:, LEFT] = torch.tensor([1, 3, 0])
+    rows[:, PAGES:] = torch.tensor([[3, 1], [2, 4], [9, 0]])
+    last = torch.tensor([10, 11, 12])
+    tokens, positions, slots = (torch.zeros(3, dtype=torch.int64) for _ in range(3))
+    lengths, draws = (torch.zeros(3, dtype=torch.int32) for _ in range(2))
+    passes = []
+    for _ in range(4):
+        decode_rows.begin(rows, last, tokens, positions, slots, lengths, draws, page=4, scratch=9)
+        passes.append([x.tolist() for x in (tokens, positions, slots, lengths, draws)])
+    scratch = 9 * 4
+    assert passes == [
+        [[12, 6, 0], [7, 3, 0], [1 * 4 + 3, 2 * 4 + 3, scratch], [8, 4, 1], [4, 1, 0]],
+        [[10, 11, 0], [0, 4, 0], [scratch, 4 * 4, scratch], [1, 5, 1], [5, 2, 0]],
+        [[10, 11, 0], [0, 5, 0], [scratch, 4 * 4 + 1, scratch], [1, 6, 1], [5, 3, 0]],
+        [[10, 11, 0], [0, 0, 0], [scratch, scratch, scratch], [1, 1, 1], [5, 4, 0]],
+    ]

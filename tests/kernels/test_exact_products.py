@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headway.errors import ModelError
 from headway.kernels import dispatch as table
-from headway.kernels import exact_attention, exact_products, sequential_linear
-from headway.kernels.paged_attention import PagedTiling, causal_attention, exact_tiling, triton_attention
+from headway.kernels import exact_attention, exact_products, paged_triton, sequential_linear
+from headway.kernels.paged_triton import PagedTiling, causal_attention, exact_tiling, triton_attention
 from headway.kernels.rms_norm import rms_norm
 from headway.kernels.rotary_store import HeadShape, rotate_and_store
 from headway.kernels.sampling import draw, label_logprobs
@@ -88,6 +88,30 @@ def test_pages_have_the_bits_of_whole_documents(window: int | None) -> None:
     others = triton_attention(q, keys, values, batch, 0.125, window, tiling=PagedTiling(64, 128, 32, 1, 4))
     assert not torch.equal(others, trained[rows])
     torch.testing.assert_close(others, trained[rows], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_spans_in_programs_of_their_own_have_the_bits_of_whole_documents(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoded token's spans, joined by a second kernel or by one that has all of them; without spans bits differ."""
+    monkeypatch.setattr(paged_triton, "EXACT_SPAN", 64)
+    lengths = [150, 1, 64, 65, 200]
+    q, keys, values, batch, whole = draw_pages([(1, length) for length in lengths], (4, 2), 64, 16, torch.float16)
+    plan, _ = exact_attention.plan_documents(documents(lengths), 1, sum(lengths), exact_tiling(2).queries, CPU)
+    k, v = (torch.cat([pair[i] for pair in whole]) for i in (0, 1))
+    all_q = noise(sum(lengths), 4, 64, seed=9, dtype=torch.float16)
+    last = plan.starts_S1[1:].long() - 1
+    all_q[last] = q
+    trained, _ = causal_attention(all_q, k, v, plan.starts_S1, plan.programs, 0.125, window)
+    for splits in (1, 4):
+        tiling = PagedTiling(1, 16, 64, splits, 4)
+        got = triton_attention(q, keys, values, batch, 0.125, window, tiling=tiling, exact=True)
+        assert torch.equal(got, trained[last])
+    monkeypatch.setattr(paged_triton, "EXACT_SPAN", 512)
+    others = triton_attention(q, keys, values, batch, 0.125, window, exact=True)
+    assert torch.equal(others[1:3], trained[last][1:3])
+    torch.testing.assert_close(others, trained[last], rtol=1e-2, atol=1e-2)
 
 
 def test_attention_of_documents_and_its_gradients_are_those_of_pytorch() -> None:

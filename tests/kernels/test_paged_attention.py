@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.kernels.paged_attention import PagedBatch, PagedTiling, cut, reference, store, triton_attention
+from headway.kernels import dispatch
+from headway.kernels.latent_attention import LatentTiling, is_latent, latent_attention
+from headway.kernels.latent_attention import cut as latent_cut
+from headway.kernels.paged_attention import choose, paged_attention, store
+from headway.kernels.paged_batch import PagedBatch
+from headway.kernels.paged_reference import reference
+from headway.kernels.paged_triton import PagedTiling, cut, triton_attention
 from thinned import examples
 
 Case = tuple[Tensor, Tensor, Tensor, PagedBatch, list[tuple[Tensor, Tensor]]]
@@ -51,7 +57,7 @@ def draw(
 def exact(case: Case, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
     """By the definition, in float64."""
     q, _, _, batch, whole = case
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    out = torch.zeros(*q.shape[:2], whole[0][1].shape[2], dtype=torch.float64)
     for i, (k, v) in enumerate(whole):
         count = batch.starts[i + 1] - batch.starts[i]
         share = q.shape[1] // k.shape[1]
@@ -106,6 +112,19 @@ def test_kernel_in_the_interpreter(name: str, options: dict[str, Any]) -> None:
     check(draw(spans, heads, size, page, torch.float32), triton_attention, 1e-5, tiling=tiling, **options)
 
 
+def test_pages_may_keep_the_tokens_of_a_head_together() -> None:
+    """As those of a GPU do."""
+    q, keys, values, batch, _ = draw([(1, 9), (6, 21)], (4, 2), 16, 4, torch.float32)
+    truth = reference(q, keys, values, batch, 0.25)
+    turned = [torch.zeros(len(x), 2, 4, 16).transpose(1, 2) for x in (keys, values)]
+    places = torch.arange(keys.shape[0] * keys.shape[1])
+    for pages, x in zip(turned, (keys, values), strict=True):
+        store(x.flatten(0, 1), pages, places)
+        assert pages.stride(1) < pages.stride(2)
+    for run in (reference, triton_attention):
+        torch.testing.assert_close(run(q, *turned, batch, 0.25), truth)
+
+
 def test_tilings_fill_the_device() -> None:
     batch = draw([(1, 4096)], (8, 2), 4, 16, torch.float32)[3]
     assert cut(batch, 4, 2, 64, processors=132).splits * 2 <= 2 * 132
@@ -126,3 +145,59 @@ def test_kernel_on_a_gpu(dtype: torch.dtype, options: dict[str, Any], heads: tup
         case = draw(spans, heads, size, 16, dtype, "cuda")
         check(case, triton_attention, 2e-2 if dtype == torch.bfloat16 else 1e-4, **options)
         assert math.isfinite(float(case[0].float().sum()))
+
+
+# -- latent vectors
+
+LATENT = {
+    "decode": ([(1, 9), (1, 1), (1, 40)], 6, LatentTiling(16, 16, 1, 4)),
+    "split": ([(1, 70), (1, 3)], 20, LatentTiling(16, 16, 4, 4)),
+    "mixed": ([(1, 30), (6, 6), (3, 19)], 4, None),
+}
+
+
+def draw_latent(
+    spans: list[tuple[int, int]], heads: int, sizes: tuple[int, int], dtype: torch.dtype, device: str
+) -> Case:
+    """One head of keys, whose first entries are the values."""
+    q, keys, _, batch, whole = draw(spans, (heads, 1), sum(sizes), 8, dtype, device)
+    return q, keys, keys[..., : sizes[0]], batch, [(k, k[..., : sizes[0]]) for k, _ in whole]
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_vectors_in_the_interpreter(name: str) -> None:
+    """Of 24 entries besides 6 rotated ones, neither of which is a power of two."""
+    spans, heads, tiling = LATENT[name]
+    case = draw_latent(spans, heads, (24, 6), torch.float32, "cpu")
+    actual = latent_attention(case[0], case[1], case[3], 0.3, 24, tiling)
+    torch.testing.assert_close(actual.double(), exact(case, 0.3, None, None, None), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_of_latent_vectors_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, keys, values, batch, _ = draw_latent([(1, 9), (2, 12)], 4, (16, 8), torch.float32, "cpu")
+    truth = paged_attention(q, keys, values, batch, scale=0.3)
+    monkeypatch.setattr(dispatch, "devices", ("cuda", "cpu"))
+    cpu = torch.device("cpu")
+    assert choose(cpu, 24, 16, latent=is_latent(keys, values)).kernel == "latent"
+    torch.testing.assert_close(paged_attention(q, keys, values, batch, scale=0.3), truth)
+    assert not is_latent(keys, values.clone())
+    assert choose(cpu, 576, 512, latent=False).kernel == "pytorch"
+    assert choose(cpu, 1088, 1024, latent=True).kernel == "pytorch"
+    assert choose(cpu, 128, 128).kernel == "triton"
+
+
+def test_latent_tilings_fill_the_device() -> None:
+    assert latent_cut(1, 4096, 128, 132).splits == 32
+    assert latent_cut(256, 4096, 128, 132).splits == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latent_vectors_on_a_gpu(dtype: torch.dtype) -> None:
+    """DeepSeek-V3's sizes."""
+    for spans in ([(1, 3000), (1, 17)], [(1, 100)] * 70, [(70, 500), (1, 90), (1, 1)]):
+        case = draw_latent(spans, 128, (512, 64), dtype, "cuda")
+        actual = latent_attention(case[0], case[1], case[3], 576**-0.5, 512)
+        truth = exact(case, 576**-0.5, None, None, None)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(actual.double().cpu(), truth, rtol=tolerance, atol=tolerance)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.kernels import repeatable_attention
-from headway.models.attention import attend_fully
+from headway.models.attention import attend_fully, query_parts
 
 aten = torch.ops.aten
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -69,6 +69,36 @@ def test_without_the_kernels_attention_stays_with_sdpa(monkeypatch: pytest.Monke
     assert not repeatable_attention.works(16)
     torch.testing.assert_close(attend_fully(q, k, v), reference(q, k, v), rtol=1e-4, atol=1e-5)
     repeatable_attention.works.cache_clear()
+
+
+def test_queries_that_attend_in_parts_are_those_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part as a sample of its own: the backward pass of few keys has a program per key tile, head and sample."""
+    monkeypatch.setattr("headway.models.attention.choose", lambda *_, **__: "cudnn")
+    monkeypatch.setattr("headway.models.attention.LEAST_QUERIES", 2)
+    monkeypatch.setattr("headway.models.attention.PROGRAMS", 18)
+    assert query_parts(2, 12, 3, keys=5) == 3
+    q, k, v, grad = samples(12, 5, 16)
+    want = gradients(reference, *(x.double() for x in (q, k, v, grad)))
+    for ours, truth in zip(gradients(attend_fully, q, k, v, grad), want, strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_are_equal_and_run_at_once() -> None:
+    assert query_parts(1, 17160, 12, keys=512) == 2  # 4 key tiles, 12 heads: 96 programs
+    assert query_parts(1, 17160, 12, keys=17160) == 1
+    assert query_parts(1, 17161, 12, keys=77) == 1  # 17161 = 131 * 131
+    assert query_parts(1, 1000, 12, keys=77) == 1
+    assert query_parts(1, 4096, 12, keys=77) == 4  # as many as leave 1,024 queries
+
+
+@pytest.mark.gpu
+def test_parts_on_a_gpu_equal_float64() -> None:
+    q, k, v, grad = samples(4096, 77, 64, "cuda", torch.bfloat16)
+    assert query_parts(*q.shape[:3], keys=77) == 4
+    want = gradients(lambda *x: nn.functional.scaled_dot_product_attention(
+        *(y.transpose(1, 2) for y in x)).transpose(1, 2), *(x.double() for x in (q, k, v, grad)))  # fmt: skip
+    for ours, truth in zip(gradients(attend_fully, q, k, v, grad), want, strict=True):
+        assert float((ours.double() - truth).abs().max() / truth.abs().max()) < 0.02
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """Blocks of diffusion transformers with fused kernels, in Triton's interpreter, equal plain ones, forward and backward;
 layers that are adapted or split run by themselves."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headway.kernels import dispatch, few_rows
-from headway.kernels.dispatch import UNMEASURED
+from headway.kernels import dispatch
+from headway.kernels.dispatch import OF_DIFFUSION
 from headway.models.diffusion import dit, wan
 from headway.models.diffusion.layers import project, project_heads
 from headway.models.lora import LoraLinear
+from headway.parallel.recompute import recompute
 from headway.recipe.families.dit import DiT
 from headway.recipe.families.wan import Wan
+from headway.recipe.train import Operation
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 SIZES: dict[str, Any] = {"layers": 1, "dim": 24, "heads": 2, "hidden": 40, "in_channels": 4}
@@ -26,10 +28,16 @@ TEXT = {"text_dim": 6, "text_tokens": 5}
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has the CPU count as a device of Triton's, which its interpreter makes it, for the fused kernels alone."""
     monkeypatch.setattr(dispatch, "devices", ("cuda", "cpu"))
-    dispatch.make_plain(("rms_norm", "rope", "gated", "attention"))
+    monkeypatch.setattr(dispatch, "LEAST_ELEMENTS", 0)
+    fuse(OF_DIFFUSION)
     yield
     dispatch.make_plain(())
-    dispatch.try_out(())
+
+
+def fuse(operations: Collection[Operation]) -> None:
+    """Run these operations with their kernels, and all else of a block in plain PyTorch."""
+    others = ("rms_norm", "rope", "gated", "attention", *OF_DIFFUSION)
+    dispatch.make_plain([operation for operation in others if operation not in operations])
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -61,7 +69,7 @@ def case(name: str) -> tuple[nn.Module, list[Any]]:
 
 def passes(block: nn.Module, inputs: list[Any], operations: tuple[Any, ...], *, compiled: bool = False) -> list[Tensor]:
     """The result, and gradients of all inputs and parameters."""
-    dispatch.try_out(operations)
+    fuse(operations)
     forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True) if compiled else block.forward
     y = forward(*inputs)
     leaves = [*block.parameters(), *(x for x in inputs if x is not None and x.requires_grad)]
@@ -69,7 +77,7 @@ def passes(block: nn.Module, inputs: list[Any], operations: tuple[Any, ...], *, 
 
 
 @pytest.mark.parametrize("name", ["wan, cross norm", "wan", "dit", "dit of text"])
-@pytest.mark.parametrize("operations", [*sorted((one,) for one in UNMEASURED), tuple(sorted(UNMEASURED))], ids=str)
+@pytest.mark.parametrize("operations", [*((operation,) for operation in OF_DIFFUSION), OF_DIFFUSION], ids=str)
 def test_fused_blocks_are_those_of_plain_pytorch(name: str, operations: tuple[Any, ...]) -> None:
     block, inputs = case(name)
     for fused, plain in zip(passes(block, inputs, operations), passes(block, inputs, ()), strict=True):
@@ -78,31 +86,40 @@ def test_fused_blocks_are_those_of_plain_pytorch(name: str, operations: tuple[An
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["wan, cross norm", "dit"])
-def test_a_compiler_takes_them_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one graph; what CPUs do with few rows in inference would break it."""
-    monkeypatch.setattr(few_rows, "takes", lambda *_: False)
+def test_a_compiler_takes_them_as_they_are(name: str, kind: Any) -> None:
+    """In one graph, with recomputation too."""
     block, inputs = case(name)
-    operations = tuple(UNMEASURED)
-    compiled, eager = passes(block, inputs, operations, compiled=True), passes(block, inputs, operations)
+    eager = passes(block, inputs, OF_DIFFUSION)
+    recompute([block], kind, None)
+    compiled = passes(block, inputs, OF_DIFFUSION, compiled=True)
     for actual, right in zip(compiled, eager, strict=True):
         torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5)
 
 
-def test_they_are_off_until_measured() -> None:
+def test_small_tensors_are_left_to_pytorch_and_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias whose gradient a kernel computes goes to that kernel, and is not lost, at any size."""
     block, inputs = case("dit")
-    assert project(block.mlp.up, inputs[0], "gelu")[1] is None
-    assert {dispatch.fused(operation, "cuda", torch.bfloat16).kernel for operation in UNMEASURED} == {"pytorch"}
+    elements = inputs[0].numel()
+    monkeypatch.setattr(dispatch, "LEAST_ELEMENTS", elements + 1)
+    for compiled, name in ((False, "pytorch"), (True, "compiler")):
+        assert dispatch.fused("gelu", "cuda", torch.bfloat16, elements, compiled).kernel == name
+    truth = passes(block, inputs, ())
+    for least in (elements, elements + 1):  # the hidden size has more elements than the stream
+        monkeypatch.setattr(dispatch, "LEAST_ELEMENTS", least)
+        for fused, plain in zip(passes(block, inputs, OF_DIFFUSION), truth, strict=True):
+            torch.testing.assert_close(fused, plain, rtol=1e-4, atol=2e-5)
 
 
 def test_adapted_and_split_layers_run_by_themselves() -> None:
     block, inputs = case("dit")
-    dispatch.try_out(UNMEASURED)
     layer, stream = block.mlp.up, inputs[0]
-    assert project(layer, stream, "gelu")[1] is layer.bias
+    assert project(layer, stream, fuses=True)[1] is layer.bias
+    assert project(layer, stream, fuses=False)[1] is None
     layers = (block.attention.q, block.attention.k)
     assert project_heads(layers, (None, None), stream, 12) is not None
     layer.forward = partial(layer.forward)  # as a tensor axis does
-    assert project(layer, stream, "gelu")[1] is None
+    assert project(layer, stream, fuses=True)[1] is None
     layers[0].__class__ = LoraLinear
     assert project_heads(layers, (None, None), stream, 12) is None

@@ -14,7 +14,7 @@ from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import ModelShare
 from headway.track import RunFolder
-from headway.train.build import draw_weights
+from headway.train.draw_weights import draw_weights
 from processes import run_ranks
 
 MODEL = {"layers": 4, "dim": 512, "heads": 8, "hidden": 2048, "vocab_size": 512, "tie_embeddings": False}

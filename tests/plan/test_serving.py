@@ -48,6 +48,19 @@ def planned(
     return plan_serving("model", model, load, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("arch", [LLAMA_1B, MIXTRAL])
+@pytest.mark.parametrize("fidelity", ["limit", "default"])
+@pytest.mark.parametrize("load", [USUAL, ServingLoad(4000, 2), ServingLoad(10, 2000)])
+def test_planned_batch_is_the_smallest_that_is_within_a_percent_of_the_fastest(
+    arch: Architecture, fidelity: str, load: ServingLoad
+) -> None:
+    plan = planned(arch, load=load, fidelity=fidelity)
+    fastest = max(point.tokens_s for point in plan.points)
+    assert plan.planned.tokens_s >= 0.99 * fastest
+    assert all(point.tokens_s < 0.99 * fastest for point in plan.points if point.batch < plan.planned.batch)
+    assert plan.points[-1].batch == plan.memory.largest_batch, "what fits is shown in any case"
+
+
 def test_dense_model_by_hand() -> None:
     """Llama 3.2 1B in bfloat16 on an H200, one sequence at a time: decoding waits for memory, prefill computes."""
     plan = planned(LLAMA_1B, concurrency=1, price=3.6)

@@ -77,6 +77,23 @@ def test_a_finished_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert files.steps() == [3]
 
 
+def test_a_finished_batch_has_its_own_rollouts_not_those_that_were_appended_in_their_place(tmp_path: Path) -> None:
+    """Lines that were appended are written again only for the same rollouts: others may have come since."""
+    files, plain = (RolloutFiles(RunFolder(tmp_path / name)) for name in ("appended", "plain"))
+    for name in ("appended", "plain"):
+        (tmp_path / name).mkdir()
+    appended = random_rollouts(0, 5, 20)
+    with files.open_part(HEADER, "0") as part:
+        for one in appended:
+            part.add(one)
+    changed = dataclasses.replace(appended[2], score=AnswerScore(0.5, {"math": 0.5}))
+    batch = RolloutBatch(HEADER, 12, (*appended[:2], changed, *appended[3:], rollout(5, 0)))
+    files.finish(batch)
+    plain.finish(batch)
+    assert files.read(3) == batch
+    assert files.path(3).read_bytes() == plain.path(3).read_bytes()
+
+
 def test_what_was_scored_before_a_kill_is_found_again_whatever_the_last_line(tmp_path: Path) -> None:
     """The file is cut at every byte: only whole rollouts are read, and appending goes on after them."""
     files = RolloutFiles(RunFolder(tmp_path))

@@ -16,7 +16,7 @@ from headway.data.prompts import Prompt
 from headway.errors import RequestError
 from headway.inference import EngineOptions, LoadedModel, SamplingParams, TextEngine
 from headway.inference.chat import render_after_turn
-from headway.inference.engine import Output, TokenLogprobs
+from headway.inference.engine import Output, WholeOutput
 from headway.inference.text_engine import TextOutput
 from headway.models import empty_decoder, init_weights
 from headway.recipe import Model
@@ -56,16 +56,25 @@ class ScriptedEngine(TextEngine):
 
     def __init__(self, script: Callable[[str], str]) -> None:
         self.loaded, self._script = loaded(), script
-        self.left = dict[str, list[int]]()
+        self.left, self.written = dict[str, list[int]](), dict[str, tuple[int, ...]]()
         self.prompts = list[tuple[str, list[int], SamplingParams]]()
 
-    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams, adapter: str | None = None) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        adapter: str | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
         """See TextEngine."""
         self.prompts.append((request_id, prompt_ids, params))
         # Bytes one by one: not the tokens that the tokenizer would give the text.
         text = self._script(TOKENIZER.decode(prompt_ids))
         ids = [TOKENIZER.raw.token_to_id(letter) for letter in text.replace(" ", "Ġ")]
         self.left[request_id] = [*ids, END][: params.max_tokens]
+        self.written[request_id] = tuple(self.left[request_id])
 
     @property
     def busy(self) -> bool:
@@ -75,13 +84,13 @@ class ScriptedEngine(TextEngine):
     def step(self) -> list[TextOutput]:
         """See TextEngine."""
         outputs = []
-        for name, ids in list(self.left.items()):
-            token, *rest = ids
-            finish = None if rest else "stop" if token == END else "length"
-            output = Output(name, 0, token, finish, TokenLogprobs(-1.0 - token / 1000, {}))
-            outputs.append(TextOutput(output, self.decode([token], skip_special_tokens=True)))
-            self.left[name] = rest
-            if finish is not None:
+        for name, left in list(self.left.items()):
+            left.pop()
+            if not left:
+                ids = self.written[name]
+                whole = WholeOutput(ids, tuple(-1.0 - token / 1000 for token in ids))
+                output = Output(name, 0, None, "stop" if ids[-1] == END else "length", whole=whole)
+                outputs.append(TextOutput(output, self.decode([*ids], skip_special_tokens=True)))
                 del self.left[name]
         return outputs
 
@@ -300,6 +309,19 @@ def test_tokens_depend_neither_on_when_replies_come_nor_on_the_batch(decoder: to
     assert at_once == last_first == only_idle == alone[::-1], "bit for bit, log-probabilities too"
     assert max(len(rollout.turns) for rollout in at_once) == 4
     assert len({rollout.token_ids for rollout in at_once}) == 3
+
+
+def test_answers_to_a_prompt_share_its_blocks_with_the_first(decoder: torch.nn.Module) -> None:
+    """A pass has room for two prompts; answers one after another would compute two of the first prompt in it."""
+    prompts = [Prompt(number, tuple(ids_of(text)), text, {}) for number, text in enumerate(("12+34+56?", "21+43+65?"))]
+    asked = [AnswerRequest(prompt, prompt.number, answer) for prompt in prompts for answer in range(4)]
+    most = sum(len(prompt.ids) for prompt in prompts)
+    options = EngineOptions(cache_tokens=2000, block_size=4, max_batch_tokens=most, max_sequences=8)
+    rl = Rl(rewards=["math"], max_tokens=20)
+    sampler = AnswerSampler(rl, 3, TextEngine(loaded(decoder), options), lambda: None)
+    assert len(sampled(sampler, asked)) == 8
+    shared = sum(3 * ((len(prompt.ids) - 1) // 4 * 4) for prompt in prompts)
+    assert sampler.engine.engine.counts.shared_tokens == shared
 
 
 def test_log_probabilities_of_all_turns_are_those_of_one_pass(decoder: torch.nn.Module) -> None:

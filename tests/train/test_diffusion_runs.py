@@ -113,17 +113,21 @@ def test_image_to_video_run_continues_an_image(lab, clips, tmp_path) -> None:
         assert why in failed.stderr
 
 
-def test_video_runs_with_killed_workers_and_decoders_end_with_the_same_bits(lab, make_lab, tmp_path, clips) -> None:
+@pytest.mark.parametrize("image_channels", [0, 4], ids=["text to video", "image to video"])
+def test_video_runs_with_killed_workers_and_decoders_end_with_the_same_bits(
+    lab, make_lab, tmp_path, clips, image_channels: int
+) -> None:
     """On one worker and on two; the decoder processes of a live run are killed whenever there are some."""
     values = recipe_of(clips, "text").model_dump()
     values["model"] = {"family": "wan", "in_channels": 3, "patch": [1, 8, 8], "layers": 1, "dim": 24, "heads": 2}
-    values["model"] |= {"text_tokens": 32}
+    values["model"] |= {"text_tokens": 32, "image_channels": image_channels}
     values["objective"] = {"kind": "flow"}
     values["data"] = {"kind": "video", "path": str(clips), "holdout": 0.1}
     values["data"]["media"] = {"sizes": "16x16", "frames": 3, "samples": 2, "window": 4, "segment": "gop"}
     values["eval"]["samples"] = {"count": 2, "steps": 2, "prompts": ["a red bar moves up"]}
     recipe = parse_recipe(values, {}, "test")
     unharmed = left_alone(tmp_path / "unharmed", make_lab, recipe)
+    KILLED.clear()
     for workers in (1, 2):
         stopped = threading.Event()
         killer = threading.Thread(target=kill_decoders, args=(stopped,))

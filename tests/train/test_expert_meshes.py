@@ -4,9 +4,9 @@ and the bits of an uninterrupted run after a kill."""
 from typing import Any
 
 import pytest
+from mesh_runs import check_killed_run, check_moves, losses, on_mesh
 
 from headway.errors import RecipeError
-from headway.recipe import FaultPlan
 from headway.state import find_checkpoint, open_checkpoint
 
 SLOW = pytest.mark.slow
@@ -20,15 +20,6 @@ MESHES: dict[str, dict[str, Any]] = {
     "replicate 2 shard 2 expert 2": {"replicate": 2, "shard": 2, "expert": 2},
     "shard 2 expert 2 pipeline 2": {"shard": 2, "expert": 2, "pipeline": 2},
 }
-
-
-def on(mesh: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    return MODEL | settings | {f"parallel.{key}": value for key, value in mesh.items()}
-
-
-def losses(result) -> list[float]:
-    assert result.outcome.state == "finished", result.outcome
-    return [event["loss"] for event in result.events("step")]
 
 
 @pytest.mark.parametrize(
@@ -46,27 +37,20 @@ def losses(result) -> list[float]:
 def test_run_has_the_losses_of_one_worker(lab, recipe, name: str, optimizer: str) -> None:
     settings = {"train.optimizer": optimizer}
     alone = losses(lab.train(recipe(MODEL | settings), workers=1))
-    assert losses(lab.train(recipe(on(MESHES[name], **settings)), workers=None)) == pytest.approx(alone, rel=1e-4)
+    split = losses(lab.train(recipe(on_mesh(MODEL, MESHES[name], **settings)), workers=None))
+    assert split == pytest.approx(alone, rel=1e-4)
 
 
 @SLOW
 def test_state_moves_between_meshes(lab, recipe) -> None:
-    settings = {"train.schedule": "constant"}
-    result = lab.train(recipe(on(MESHES["shard 4 expert 2"], **settings, **{"train.steps": 2})), workers=None)
     plain = {"replicate": 1, "shard": 1, "pipeline": 1, "expert": 1}
     path = ({"pipeline": 2}, {"shard": 2, "expert": 2}, {}, {"replicate": 2, "shard": 2, "expert": 2})
-    for steps, mesh in enumerate(path, 3):
-        changes = [f"parallel.{key}={value}" for key, value in (plain | mesh).items()]
-        result = lab.resume(result.run, f"train.steps={steps}", *changes)
-        assert result.outcome.state == "finished", result.outcome
-        assert result.events("resumed")[-1]["step"] == steps - 1
-    alone = lab.train(recipe(MODEL | settings | {"train.steps": 6}), workers=1)
-    assert losses(result) == pytest.approx(losses(alone), rel=1e-4)
+    check_moves(lab, recipe, MODEL, MESHES["shard 4 expert 2"], plain, path)
 
 
 @SLOW
 def test_each_worker_stores_its_experts_alone(lab, recipe) -> None:
-    result = lab.train(recipe(on(MESHES["shard 4 expert 2"])), workers=None)
+    result = lab.train(recipe(on_mesh(MODEL, MESHES["shard 4 expert 2"])), workers=None)
     assert result.outcome.state == "finished", result.outcome
     folder = find_checkpoint(result.run.checkpoints)
     sizes = [(folder / name).stat().st_size for name in open_checkpoint(folder).manifest.files]
@@ -77,12 +61,7 @@ def test_each_worker_stores_its_experts_alone(lab, recipe) -> None:
 @pytest.mark.parametrize("stage", ["compute", "optimizer"])
 @SLOW
 def test_killed_run_ends_with_the_same_bits(lab, recipe, stage: str) -> None:
-    settings = on(MESHES["shard 2 expert 2"], **{"train.steps": 6, "checkpoint.every_steps": 2})
-    unharmed = lab.train(recipe(settings), workers=None)
-    killed = lab.train(recipe(settings), workers=None, faults=FaultPlan().kill(5, 1, stage))
-    resumed = killed if killed.outcome.state == "finished" else lab.resume(killed.run)
-    assert resumed.outcome.state == "finished", resumed.outcome
-    assert (resumed.chain, resumed.digest) == (unharmed.chain, unharmed.digest)
+    check_killed_run(lab, recipe, on_mesh(MODEL, MESHES["shard 2 expert 2"]), stage)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ from headway.data.loader import Batch
 from headway.errors import HeadwayError, ModelError
 from headway.inference.load import load_folder
 from headway.models import empty_decoder, init_weights, read_weights, write_folder
+from headway.models.custom import empty_model
 from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe import Model, Recipe
 from headway.recipe.huggingface import read_model
 from headway.recipe.load import parse_recipe
 from headway.recipe.objective import Reward
 from headway.state.tensors import ModelShare
-from headway.train.build import draw_weights, empty_model
+from headway.train.draw_weights import draw_weights
 from headway.train.objectives import make_objective
 from lazy_imports import transformers
 

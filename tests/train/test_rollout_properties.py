@@ -203,7 +203,7 @@ def killable_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills in the middle of a line, and around the moment at which a batch becomes one."""
     append, finish = PartWriter._append, RolloutFiles.finish
 
-    def torn(self: PartWriter, row: dict[str, Any]) -> None:
+    def torn(self: PartWriter, row: dict[str, Any]) -> str:
         machine = self.machine  # type: ignore[attr-defined]
         try:
             machine.moment()
@@ -211,10 +211,11 @@ def killable_files(monkeypatch: pytest.MonkeyPatch) -> None:
             append(self, row)
             self._file.truncate(Path(self._file.name).stat().st_size - 7)
             raise
-        append(self, row)
+        line = append(self, row)
         with machine.lock:
             if "text" in row:
                 machine.held.remove(row["text"])
+        return line
 
     def killable(self: RolloutFiles, batch: RolloutBatch) -> None:
         machine = PartWriter.machine  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ and records the results in the run.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,18 +141,23 @@ def _evaluate(session: EvalSession, out: Path | None, folder: RunFolder | None, 
         bar = stack.enter_context(_bar(session, shows=shows and sys.stderr.isatty()))
         if session.left:
             started = time.time()
-            request = session.request()
-            with model_process("headway.inference.evaluate", "evaluation", request) as running:
-                for message in running.messages():
-                    if (line := session.take(message)) is not None:
-                        if file is not None:
-                            file.write(line)
-                            file.flush()
-                        bar()
+            for line in stack.enter_context(contextlib.closing(_answered(session))):
+                if file is not None:
+                    file.write(line)
+                    file.flush()
+                bar()
             session.finish(started, time.time())
     if folder is not None:
         for evaluation, rows in zip(session.evaluations(), session.rows(), strict=True):
             write_evaluation(folder, evaluation, rows)
+
+
+def _answered(session: EvalSession) -> Generator[bytes, None, None]:
+    """Run the questions that are left; yield the line of each that is answered."""
+    with model_process("headway.inference.evaluate", "evaluation", session.request()) as running:
+        for message in running.messages():
+            if (line := session.take(message)) is not None:
+                yield line
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ OF_JOB: dict[str, Any] = {
     "preemptible": bool,
 }
 """Keys of a job's file, as the options of headway submit, and their types."""
+KINDS: dict[Any, str] = {str: "text", int: "a whole number", (int, float): "a number", bool: "true or false"}
+FILE_HINT = "a file in TOML, such as one line: gpus = 4"
 
 
 def try_live(root: Path, add: Path | None, policy: str | None, json: bool) -> None:
@@ -45,7 +47,9 @@ def try_live(root: Path, add: Path | None, policy: str | None, json: bool) -> No
         print(f"with policy {answer['policy']} from now on")
     if answer["stops"]:
         print(f"stops now: {', '.join(answer['stops'])}")
-    if answer["waiting"]:
+    if not answer["waiting"]:
+        print("no job waits" if answer["job"] is None else "no other job waits")
+    else:
         print(f"{'waiting job':24}{'start as it is':>28}{'after the change':>28}")
     for row in answer["waiting"]:
         name = f"{row['job']} ({row['name']})"
@@ -57,14 +61,14 @@ def read_job(file: Path) -> LaunchRequest:
     try:
         values = tomllib.loads(file.read_text())
     except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+        raise UsageError(f"cannot read {file}: {error.strerror}", hint=FILE_HINT) from None
     except ValueError as error:
-        raise UsageError(f"{file}: {error}") from None
+        raise UsageError(f"{file}: {error}", hint=FILE_HINT) from None
     for key, value in values.items():
         if key not in OF_JOB:
-            raise UsageError(f"{file}: unknown key '{key}'", hint=", ".join(OF_JOB))
+            raise UsageError(f"{file}: unknown key '{key}'", hint=f"known keys: {', '.join(OF_JOB)}")
         if not isinstance(value, OF_JOB[key]) or (isinstance(value, bool) and OF_JOB[key] is not bool):
-            raise UsageError(f"{file}: {key} is {value!r}")
+            raise UsageError(f"{file}: {key} is {value!r}", hint=f"{KINDS[OF_JOB[key]]}, as for headway submit")
     site: dict[str, str] = {key: str(values[key]) for key in ("tenant", "priority") if key in values}
     site["preemptible"] = "yes" if values.get("preemptible", False) else "no"
     memory = values.get("memory_gib")

@@ -1,5 +1,6 @@
 """`headway logs RUN`: prints or follows the logs of a run."""
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -51,10 +52,9 @@ def logs(
     sweep = sweep_named(root, run)
     if sweep is not None:
         raise _sweep_error(sweep)
-    if rank is None and attempt is None and service_job(root, run) is not None:
-        show = _printer(json, headings=True)
-        for name, line in log_lines(root, run, follow):
-            show(name, line)
+    jobs = service_job(root, run) if rank is None and attempt is None else None
+    if jobs is not None:
+        _show_jobs(jobs, log_lines(root, run, follow), _printer(json, headings=True))
         return
     folder = find_run(root, run)
     sync = RunSync(folder)
@@ -66,6 +66,17 @@ def logs(
     show = _printer(json, headings=rank is None)
     for name, line in _lines(folder, rank, attempt, follow, sync):
         show(name, line)
+
+
+def _show_jobs(jobs: list[dict[str, Any]], lines: Iterator[tuple[str, str]], show: Callable[[str, str], None]) -> None:
+    """Print the logs of jobs of the service; say so if there is nothing in them."""
+    shown = False
+    for name, line in lines:
+        shown = True
+        show(name, line)
+    if not shown:
+        job = jobs[0]["id"]
+        print(f"note: job {job} ({jobs[0]['name']}) has printed nothing; headway why {job} says why", file=sys.stderr)
 
 
 def _available(names: list[str], folder: Path) -> str:

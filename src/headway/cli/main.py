@@ -59,7 +59,7 @@ VERBS: dict[str, dict[str, str]] = {
     },
     "Submit jobs": {
         "up": "Start the service that schedules a cluster's jobs",
-        "submit": "Submit a run to the local queue, Slurm or Ray",
+        "submit": "Submit a run, or a command, to an engine",
         "sweep": "Run a grid of settings as one job and rank it",
         "jobs": "List submitted jobs and their state",
         "queue": "List the jobs of the service",
@@ -77,7 +77,7 @@ VERBS: dict[str, dict[str, str]] = {
         "tokens": "List, make and revoke tokens of the service",
         "tenants": "List, add and change tenants and their limits",
         "budget": "Show and set GPU-hours per month of tenants",
-        "secrets": "Set, list and remove secrets that jobs get",
+        "secrets": "List, set and remove secrets that jobs get",
         "nodes": "List an engine's machines and what is free",
         "node": "Make this machine a node of a service",
         "drain": "Empty a node of the service, now or at a time",

@@ -172,7 +172,8 @@ def note_command(
     note_name(runs_root(runs), name, text, json)
 
 
-@app.command("remove")
+@app.command("remove", hidden=True)
+@app.command("rm")
 def remove_command(name: Name, runs: Runs = None, json: Json = False) -> None:
     """Remove a model's name; its checkpoint stays."""
     remove_named(runs_root(runs), name, json)

@@ -125,8 +125,9 @@ def uncordon(node: NodeName, runs: Runs = None, json: Json = False) -> None:
     _change(node, "uncordon", runs, json)
 
 
+@app.command("remove", hidden=True)
 @app.command()
-def remove(node: NodeName, runs: Runs = None, json: Json = False) -> None:
+def rm(node: NodeName, runs: Runs = None, json: Json = False) -> None:
     """Forget a node without jobs; its certificate is worth nothing then."""
     answer = connect(runs_root(runs)).delete(node_path(node))
     print_json(answer) if json else print(f"node {node} is removed")

@@ -18,7 +18,8 @@ def nodes(engine: EngineName = "local", runs: Runs = None, json: Json = False) -
         print_json([asdict(machine) for machine in machines])
         return
     print("\n".join(_table(machines)))
-    free, gpus = sum(machine.gpus_free for machine in machines), sum(machine.gpus for machine in machines)
+    free = sum(machine.gpus_free for machine in machines if machine.state != "away")
+    gpus = sum(machine.gpus for machine in machines)
     print(f"{plural(len(machines), 'machine')}, {free} of {plural(gpus, 'GPU')} free")
     print(f"next: headway submit RECIPE --engine {engine} --on CHIPxPERNODE")
 

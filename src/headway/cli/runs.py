@@ -211,28 +211,29 @@ def pareto_command(
     show_pareto(runs_root(runs), names or (), where, by, plot, json)
 
 
-@app.command("delete")
+@app.command("delete", hidden=True)
+@app.command("rm")
 def delete_command(
     names: RunNames,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
-    """Delete runs and their checkpoints, unless live or submitted."""
+    """Remove runs and their checkpoints, unless live or submitted."""
     folders = match_runs(runs_root(runs), names, whole=True)
     size = sum(size_of(folder) for folder in folders)
     what = f"{plural(len(folders), 'run')} ({first_names([folder.name for folder in folders])}), {byte_size(size)}"
     if not yes:
         if not sys.stdin.isatty():
-            raise UsageError(f"deleting {what} needs a yes", hint="--yes deletes without asking")
-        if not typer.confirm(f"delete {what}?", err=True):
+            raise UsageError(f"removing {what} needs a yes", hint="--yes removes without asking")
+        if not typer.confirm(f"remove {what}?", err=True):
             raise typer.Exit(1)
     for folder in folders:
         delete_run(folder, other_machines=is_elsewhere)
     if json:
         print_json({"deleted": [folder.name for folder in folders], "bytes": size})
     else:
-        print(f"deleted {what}")
+        print(f"removed {what}")
 
 
 def _relabel(ref: str, runs: Path | None, json: bool, change: Callable[[Labels], Labels]) -> Labels:

@@ -12,14 +12,16 @@ from headway.cluster.service.connection import ServiceConnection, connect, path_
 from headway.errors import UsageError
 from headway.track import command, runs_root
 
-app = typer.Typer(help="Set, list and remove secrets of tenants.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="List, set and remove secrets of tenants.", rich_markup_mode=None)
 SecretName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the variable.")]
 Tenant = Annotated[str | None, typer.Option("--tenant", help="Whose jobs get it (default: your tenant).")]
 
 
-@app.callback()
-def _secrets() -> None:
-    """Set, list and remove secrets of tenants."""
+@app.callback(invoke_without_command=True)
+def secrets(context: typer.Context, runs: Runs = None, json: Json = False) -> None:
+    """List, set and remove secrets of tenants."""
+    if context.invoked_subcommand is None:
+        ls(runs, json)
 
 
 @app.command(name="set")

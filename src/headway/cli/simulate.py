@@ -16,6 +16,7 @@ from headway.cli.live_trial import try_live
 from headway.cli.options import Json, Runs
 from headway.cli.progress import terminal_bars
 from headway.cli.text import plural, print_json
+from headway.cluster.scheduler.policy import Policy
 from headway.cluster.simulate import (
     JobTrace,
     SimulationResult,
@@ -39,81 +40,93 @@ from headway.track import runs_root
 DEFAULT_POLICIES = "headway,slurm,kueue,fifo"
 MAX_SKIPPED_LINES = 10
 """Skipped jobs that the table lists."""
+TraceFile = Annotated[
+    Path | None, typer.Argument(metavar="[TRACE]", help="Job trace as CSV, plain or gzip: see docs/scheduling.md.")
+]
+On = Annotated[str | None, typer.Option("--on", metavar="CHIPxPERNODExNODES", help="Cluster, e.g. a100x8x32.")]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option("--cluster", metavar="FILE", help="Cluster as a cluster.toml, with tenants and topology."),
+]
+TopologyFile = Annotated[
+    Path | None, typer.Option("--topology", metavar="FILE", help="Hosts and their switches as CSV.")
+]
+AwayFile = Annotated[
+    Path | None, typer.Option("--away", metavar="FILE", help="Maintenance windows as CSV: node,from_s,to_s.")
+]
+Workload = Annotated[
+    str | None,
+    typer.Option("--generate", metavar="NAME", help="Generate a trace: acme-like, seren-like or single-gpu."),
+]
+Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="With --generate: number of jobs.")]
+Load = Annotated[
+    float | None,
+    typer.Option(
+        "--load",
+        min=0.01,
+        max=10,
+        help="With --generate: requested share of the GPUs (default: 0.8; single-gpu: 0.7).",
+    ),
+]
+PolicyNames = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="NAME,...",
+        help="Policies: headway, slurm, kueue, fifo, las, edf; sjf and srtf are oracles.",
+    ),
+]
+Preemptible = Annotated[float, typer.Option("--preemptible", min=0, max=1, help="Share of preemptible jobs.")]
+Elastic = Annotated[
+    float,
+    typer.Option("--elastic", min=0, max=1, help="Share of jobs that scale from half to four times their GPUs."),
+]
+SaveEvery = Annotated[
+    float, typer.Option("--save-every", min=1, metavar="SECONDS", help="Checkpoint interval of jobs.")
+]
+Restart = Annotated[float, typer.Option("--restart", min=0, metavar="SECONDS", help="Duration of a restart.")]
+NodeDays = Annotated[
+    float | None,
+    typer.Option("--node-days", min=0.01, help="Mean days between failures of a node (default: none)."),
+]
+Repair = Annotated[float, typer.Option("--repair", min=0, metavar="SECONDS", help="Duration of a node's repair.")]
+Spares = Annotated[int, typer.Option("--spares", min=0, help="Nodes held in reserve.")]
+Start = Annotated[str, typer.Option("--start", metavar="DATE", help="Day of second 0, for monthly budgets.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of what a trace does not specify.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Plot usage and queue over time.")]
+RecordFolder = Annotated[
+    Path | None,
+    typer.Option("--record", metavar="DIR", help="Record decisions for headway replay and headway why."),
+]
+FromLive = Annotated[
+    bool, typer.Option("--from-live", help="Try --add or one --policy on the service's cluster as it is now.")
+]
+AddedJob = Annotated[Path | None, typer.Option("--add", metavar="JOB.toml", help="With --from-live: a job to try.")]
 
 
 def simulate(
-    trace_file: Annotated[
-        Path | None, typer.Argument(metavar="[TRACE]", help="Job trace as CSV, plain or gzip: see docs/scheduling.md.")
-    ] = None,
-    on: Annotated[
-        str | None, typer.Option("--on", metavar="CHIPxPERNODExNODES", help="Cluster, e.g. a100x8x32.")
-    ] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option("--cluster", metavar="FILE", help="Cluster as a cluster.toml, with tenants and topology."),
-    ] = None,
-    topology: Annotated[
-        Path | None, typer.Option("--topology", metavar="FILE", help="Hosts and their switches as CSV.")
-    ] = None,
-    away: Annotated[
-        Path | None, typer.Option("--away", metavar="FILE", help="Maintenance windows as CSV: node,from_s,to_s.")
-    ] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option("--generate", metavar="NAME", help="Generate a trace: acme-like, seren-like or single-gpu."),
-    ] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="With --generate: number of jobs.")] = None,
-    load: Annotated[
-        float | None,
-        typer.Option(
-            "--load",
-            min=0.01,
-            max=10,
-            help="With --generate: requested share of the GPUs (default: 0.8; single-gpu: 0.7).",
-        ),
-    ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            "--policy",
-            metavar="NAME,...",
-            help="Policies: headway, slurm, kueue, fifo, las, edf; sjf and srtf are oracles.",
-        ),
-    ] = DEFAULT_POLICIES,
-    preemptible: Annotated[float, typer.Option("--preemptible", min=0, max=1, help="Share of preemptible jobs.")] = 0.5,
-    elastic: Annotated[
-        float,
-        typer.Option("--elastic", min=0, max=1, help="Share of jobs that scale from half to four times their GPUs."),
-    ] = 0.0,
-    save_every: Annotated[
-        float, typer.Option("--save-every", min=1, metavar="SECONDS", help="Checkpoint interval of jobs.")
-    ] = 1800,
-    restart: Annotated[float, typer.Option("--restart", min=0, metavar="SECONDS", help="Duration of a restart.")] = 120,
-    node_days: Annotated[
-        float | None,
-        typer.Option("--node-days", min=0.01, help="Mean days between failures of a node (default: none)."),
-    ] = None,
-    repair: Annotated[
-        float, typer.Option("--repair", min=0, metavar="SECONDS", help="Duration of a node's repair.")
-    ] = 14400,
-    spares: Annotated[int, typer.Option("--spares", min=0, help="Nodes held in reserve.")] = 0,
-    start: Annotated[
-        str, typer.Option("--start", metavar="DATE", help="Day of second 0, for monthly budgets.")
-    ] = "1970-01-01",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of what a trace does not specify.")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Plot usage and queue over time.")
-    ] = None,
-    record: Annotated[
-        Path | None,
-        typer.Option("--record", metavar="DIR", help="Record decisions for headway replay and headway why."),
-    ] = None,
-    from_live: Annotated[
-        bool, typer.Option("--from-live", help="Try --add or one --policy on the service's cluster as it is now.")
-    ] = False,
-    add: Annotated[
-        Path | None, typer.Option("--add", metavar="JOB.toml", help="With --from-live: a job to try.")
-    ] = None,
+    trace_file: TraceFile = None,
+    on: On = None,
+    cluster: ClusterFile = None,
+    topology: TopologyFile = None,
+    away: AwayFile = None,
+    workload: Workload = None,
+    jobs: Jobs = None,
+    load: Load = None,
+    policy: PolicyNames = DEFAULT_POLICIES,
+    preemptible: Preemptible = 0.5,
+    elastic: Elastic = 0.0,
+    save_every: SaveEvery = 1800,
+    restart: Restart = 120,
+    node_days: NodeDays = None,
+    repair: Repair = 14400,
+    spares: Spares = 0,
+    start: Start = "1970-01-01",
+    seed: Seed = 0,
+    plot: PlotFile = None,
+    record: RecordFolder = None,
+    from_live: FromLive = False,
+    add: AddedJob = None,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
@@ -147,7 +160,19 @@ def simulate(
     )
     if spares >= nodes:
         raise UsageError(f"--spares {spares} leaves none of {plural(nodes, 'node')}", hint="use fewer spares")
-    trace, skipped = skip_oversized(_jobs(trace_file, workload, setup, jobs, load), setup, policies)
+    _compare(_jobs(trace_file, workload, setup, jobs, load), setup, policies, record, plot, json)
+
+
+def _compare(
+    trace: JobTrace,
+    setup: SimulationSetup,
+    policies: list[Policy],
+    record: Path | None,
+    plot: Path | None,
+    json: bool,
+) -> None:
+    """Simulate a trace under each policy, and print what came of it."""
+    trace, skipped = skip_oversized(trace, setup, policies)
     if record is not None:
         _new_folder(record)
     if plot is not None:

@@ -9,90 +9,95 @@ import typer
 from headway.cli.options import Json, NoSharedFolder, Runs, Settings
 from headway.cli.text import next_line, print_json
 from headway.cluster.submit import runs as submitting
-from headway.cluster.submit.commands import CommandResources, submit_command, with_user
+from headway.cluster.submit.commands import CommandResources, SubmittedCommand, submit_command, with_user
 from headway.errors import UsageError
 from headway.hardware import Cluster, parse_on
 from headway.recipe import load_recipe
 from headway.track import command, runs_root
 
 OF_SERVICE = "--tenant, --priority, --preemptible, --sizes, --after and --key are for --engine service"
+RecipeOrCommand = Annotated[
+    list[str], typer.Argument(metavar="RECIPE | -- COMMAND...", help="A recipe in TOML, or a command after --.")
+]
+On = Annotated[
+    str | None,
+    typer.Option("--on", metavar="CHIPxPERNODExNODES", help="Resources of a recipe's run: h100x8, h100x8x4 or cpux4."),
+]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="ENGINE",
+        help="What starts it: local (this machine, the default), service, slurm, ray or kubernetes.",
+    ),
+]
+Name = Annotated[
+    str | None, typer.Option(help="Name of the run (default: the recipe's name and four digits) or command.")
+]
+Spares = Annotated[
+    int, typer.Option("--spares", min=0, metavar="N", help="Extra machines to request, to replace lost ones.")
+]
+Gpus = Annotated[int, typer.Option("--gpus", min=0, metavar="N", help="GPUs per machine of a command.")]
+Machines = Annotated[int, typer.Option("--machines", min=1, metavar="N", help="Machines of a command.")]
+Cpus = Annotated[int | None, typer.Option("--cpus", min=1, metavar="N", help="CPUs per machine of a command.")]
+MemoryGib = Annotated[
+    float | None, typer.Option("--memory-gib", min=0, metavar="GIB", help="Memory per machine of a command.")
+]
+Tenant = Annotated[str | None, typer.Option("--tenant", help="Tenant of the service.")]
+Priority = Annotated[int | None, typer.Option("--priority", help="Priority at the service; higher goes first.")]
+Preemptible = Annotated[
+    bool | None,
+    typer.Option(
+        "--preemptible/--not-preemptible",
+        help="Whether the service may stop and restart it (default: runs yes, commands no).",
+    ),
+]
+Sizes = Annotated[
+    str | None,
+    typer.Option("--sizes", metavar="GPUS:SPEED,...", help="An elastic command: --gpus first, for example 2:1,4:1.9."),
+]
+After = Annotated[
+    list[str] | None,
+    typer.Option("--after", metavar="JOB[:any]", help="Start once a job has succeeded (JOB:any: is over); repeatable."),
+]
+SubmissionKey = Annotated[
+    str | None, typer.Option("--key", metavar="TEXT", help="A command is submitted once per key, however often.")
+]
+Secrets = Annotated[
+    list[str] | None,
+    typer.Option("--secret", metavar="NAME", help="A secret that a command gets as a variable; repeatable."),
+]
+SecretFiles = Annotated[
+    list[str] | None,
+    typer.Option("--secret-file", metavar="NAME", help="A secret as a file, which NAME_FILE names; repeatable."),
+]
+Upload = Annotated[bool, typer.Option("--upload", help="Run a command in a copy of this folder, as it is now.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")]
 
 
 def submit(
-    what: Annotated[
-        list[str], typer.Argument(metavar="RECIPE | -- COMMAND...", help="A recipe in TOML, or a command after --.")
-    ],
-    on: Annotated[
-        str | None,
-        typer.Option(
-            "--on", metavar="CHIPxPERNODExNODES", help="Resources of a recipe's run: h100x8, h100x8x4 or cpux4."
-        ),
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            "--engine",
-            metavar="ENGINE",
-            help="What starts it: local (this machine, the default), service, slurm, ray or kubernetes.",
-        ),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the run (default: the recipe's name and four digits) or command.")
-    ] = None,
-    spares: Annotated[
-        int, typer.Option("--spares", min=0, metavar="N", help="Extra machines to request, to replace lost ones.")
-    ] = 0,
-    gpus: Annotated[int, typer.Option("--gpus", min=0, metavar="N", help="GPUs per machine of a command.")] = 0,
-    machines: Annotated[int, typer.Option("--machines", min=1, metavar="N", help="Machines of a command.")] = 1,
-    cpus: Annotated[
-        int | None, typer.Option("--cpus", min=1, metavar="N", help="CPUs per machine of a command.")
-    ] = None,
-    memory_gib: Annotated[
-        float | None, typer.Option("--memory-gib", min=0, metavar="GIB", help="Memory per machine of a command.")
-    ] = None,
-    tenant: Annotated[str | None, typer.Option("--tenant", help="Tenant of the service.")] = None,
-    priority: Annotated[
-        int | None, typer.Option("--priority", help="Priority at the service; higher goes first.")
-    ] = None,
-    preemptible: Annotated[
-        bool | None,
-        typer.Option(
-            "--preemptible/--not-preemptible",
-            help="Whether the service may stop and restart it (default: runs yes, commands no).",
-        ),
-    ] = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            "--sizes", metavar="GPUS:SPEED,...", help="An elastic command: --gpus first, for example 2:1,4:1.9."
-        ),
-    ] = None,
-    after: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--after", metavar="JOB[:any]", help="Start once a job has succeeded (JOB:any: is over); repeatable."
-        ),
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option("--key", metavar="TEXT", help="A command is submitted once per key, however often.")
-    ] = None,
-    secret: Annotated[
-        list[str] | None,
-        typer.Option("--secret", metavar="NAME", help="A secret that a command gets as a variable; repeatable."),
-    ] = None,
-    secret_file: Annotated[
-        list[str] | None,
-        typer.Option("--secret-file", metavar="NAME", help="A secret as a file, which NAME_FILE names; repeatable."),
-    ] = None,
-    upload: Annotated[
-        bool, typer.Option("--upload", help="Run a command in a copy of this folder, as it is now.")
-    ] = False,
+    what: RecipeOrCommand,
+    on: On = None,
+    engine: Engine = None,
+    name: Name = None,
+    spares: Spares = 0,
+    gpus: Gpus = 0,
+    machines: Machines = 1,
+    cpus: Cpus = None,
+    memory_gib: MemoryGib = None,
+    tenant: Tenant = None,
+    priority: Priority = None,
+    preemptible: Preemptible = None,
+    sizes: Sizes = None,
+    after: After = None,
+    key: SubmissionKey = None,
+    secret: Secrets = None,
+    secret_file: SecretFiles = None,
+    upload: Upload = False,
     no_shared_folder: NoSharedFolder = False,
     runs: Runs = None,
     settings: Settings = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Submit a run to an engine: this machine's queue, the service, Slurm, Ray or Kubernetes.
@@ -111,24 +116,14 @@ def submit(
         "sizes": sizes,
         "secret_files": ",".join(secret_file) if secret_file else None,
     }
-    site = _site(
-        engine, {name: text for name, text in only_service.items() if text is not None}, preemptible, is_command
-    )
+    stated = {name: text for name, text in only_service.items() if text is not None}
+    site = _site(engine, stated, preemptible, is_command)
     if is_command:
         if engine != "service":
             raise UsageError(f"--engine {engine} takes recipes, not commands", hint="--engine service")
         resources = CommandResources(machines, gpus, cpus, memory_gib, (*(secret or ()), *(secret_file or ())))
         submitted = submit_command(what, root, resources, name, site, upload=upload, dry=dry_run)
-        name, job = submitted.request.name, submitted.job
-        if dry_run:
-            print_json({"engine": engine, "would_send": job}) if json else print(job, end="")
-        elif json:
-            print_json({"name": name, "engine": engine, "job": job, "repeated": submitted.repeated})
-        else:
-            print(
-                f"already submitted as job {job} ({name})" if submitted.repeated else f"{name}: job {job} of {engine}"
-            )
-            print(next_line(*(command(root, words) for words in ("queue", f"logs {job} --follow", f"cancel {job}"))))
+        _print_command(submitted, root, dry_run, json)
         return
     if secret or secret_file:
         raise UsageError("--secret is for commands", hint="recipes: secrets = [...] in engines.toml")
@@ -141,13 +136,29 @@ def submit(
         print_json({"engine": engine, "would_send": text}) if json else print(text, end="")
         return
     submission = submitting.submit_run(loaded, root, cluster, engine, name, spares, shared=shared, site=site)
-    run = submission.request.name
+    run, job = submission.request.name, submission.job
     if json:
-        print_json({"run": run, "engine": engine, "job": submission.job, "on": cluster.name})
+        print_json({"run": run, "engine": engine, "job": job, "on": cluster.name})
         return
-    print(f"{run}: job {submission.job} of {engine}")
-    listing = "queue" if engine == "service" else "jobs"
-    print(next_line(*(command(root, words) for words in (listing, f"logs {run} --follow", f"cancel {run}"))))
+    print(f"{run}: job {job} of {engine}")
+    print(_next(root, "queue" if engine == "service" else "jobs", run))
+
+
+def _print_command(submitted: SubmittedCommand, root: Path, dry_run: bool, json: bool) -> None:
+    """Print what became of a command, or would."""
+    name, job = submitted.request.name, submitted.job
+    if dry_run:
+        print_json({"engine": "service", "would_send": job}) if json else print(job, end="")
+    elif json:
+        print_json({"name": name, "engine": "service", "job": job, "repeated": submitted.repeated})
+    else:
+        print(f"already submitted as job {job} ({name})" if submitted.repeated else f"{name}: job {job} of service")
+        print(_next(root, "queue", job))
+
+
+def _next(root: Path, listing: str, job: str) -> str:
+    """Return the commands that follow a submission."""
+    return next_line(*(command(root, words) for words in (listing, f"logs {job} --follow", f"cancel {job}")))
 
 
 def _recipe_and_cluster(what: list[str], on: str | None) -> tuple[Path, Cluster]:

@@ -5,6 +5,7 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -241,17 +242,9 @@ def _serve(
             if demo:
                 submit_demo(plane, folder)
             if json:
-                names = [node["name"] for node in nodes]
-                print_json({"listening": url, "fingerprint": fingerprint, "runs": str(root), "nodes": names})
+                print_json({"listening": url, "fingerprint": fingerprint, "runs": str(root), "nodes": local})
             else:
-                count = sum(len(node["gpus"]) for node in nodes)
-                print(f"{url}: {plural(len(nodes), 'node')}, {plural(count, 'GPU')}, {plural(len(tenants), 'tenant')}")
-                if fingerprint is not None:
-                    print(f"fingerprint {fingerprint}")
-                if speed != 1.0:
-                    print(f"emulated: the scheduler's clock runs {speed:g} times as fast")
-                print("Ctrl-C ends it; jobs go on")
-                print(next_line(command(root, "queue"), f"{command(root, 'submit')} -- COMMAND"))
+                print("\n".join(_greeting(root, url, fingerprint, nodes, len(tenants), speed)))
             sys.stdout.flush()
 
         try:
@@ -261,6 +254,20 @@ def _serve(
             service.close()
         if service.failure is not None:
             raise service.failure
+
+
+def _greeting(
+    root: Path, url: str, fingerprint: str | None, nodes: list[dict[str, Any]], tenants: int, speed: float
+) -> Iterator[str]:
+    """Yield what the service prints once it listens."""
+    gpus = sum(len(node["gpus"]) for node in nodes)
+    yield f"{url}: {plural(len(nodes), 'node')}, {plural(gpus, 'GPU')}, {plural(tenants, 'tenant')}"
+    if fingerprint is not None:
+        yield f"fingerprint {fingerprint}"
+    if speed != 1.0:
+        yield f"emulated: the scheduler's clock runs {speed:g} times as fast"
+    yield "Ctrl-C ends it; jobs go on"
+    yield next_line(command(root, "queue"), f"{command(root, 'submit')} -- COMMAND")
 
 
 def _first_token(accounts: "Accounts", file: Path) -> str:

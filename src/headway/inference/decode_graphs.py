@@ -20,9 +20,9 @@ from headway.inference.scheduler import Chunk
 from headway.kernels import decode_rows
 from headway.kernels.decode_rows import (
     ADAPTER,
-    ADVANCE,
     DRAW,
     GENERATED,
+    LEFT,
     LOGPROB,
     PAGES,
     POSITION,
@@ -30,7 +30,7 @@ from headway.kernels.decode_rows import (
     SOURCE,
     TOKEN,
 )
-from headway.kernels.paged_attention import PagedBatch
+from headway.kernels.paged_batch import PagedBatch
 from headway.kernels.pointer_table import uploaded
 from headway.kernels.sampling import draw, new_sums
 
@@ -103,28 +103,32 @@ class DecodeGraphs:
 
     def run(self, chunks: Rows[Chunk], sources: Rows[int], last_R: Tensor | None) -> Tensor:
         """Replay the graph of a batch once; return what the runner's pass returns."""
-        return self._prepared(chunks, sources, last_R)()[: len(chunks)]
+        return self._prepared(chunks, sources, last_R, [1] * len(chunks))()[: len(chunks)]
 
-    def decode(self, chunks: Rows[Chunk], sources: Rows[int], last_R: Tensor | None, steps: int) -> Sampled:
-        """Sample `steps` tokens of each sequence: tokens and log-probabilities are [R, steps]."""
+    def decode(self, chunks: Rows[Chunk], sources: Rows[int], last_R: Tensor | None, counts: Rows[int]) -> Sampled:
+        """Sample so many tokens of each sequence: tokens and log-probabilities are [R, most]."""
+        steps = max(counts)
         assert 0 < steps <= MOST_STEPS, "there is room for so many"
-        replay = self._prepared(chunks, sources, last_R)
+        replay = self._prepared(chunks, sources, last_R, counts)
         for _ in range(steps):
             replay()
         here, kept = (slice(steps), slice(len(chunks))), (self._all_tokens, self._all_logprobs)
         tokens_RS, logprobs_RS = (x[here].t().clone(memory_format=torch.contiguous_format) for x in kept)
         return Sampled(tokens_RS, logprobs_RS)  # copies: the next pass writes there
 
-    def _prepared(self, chunks: Rows[Chunk], sources: Rows[int], last_R: Tensor | None) -> Callable[[], Tensor]:
+    def _prepared(
+        self, chunks: Rows[Chunk], sources: Rows[int], last_R: Tensor | None, counts: Rows[int]
+    ) -> Callable[[], Tensor]:
         size = next(size for size in self.sizes if size >= len(chunks))
         if last_R is not None:
             self._last[: len(last_R)].copy_(last_R)
-        rows = uploaded(self.rows(chunks, sources, size), self.device)
+        rows = uploaded(self.rows(chunks, sources, counts, size), self.device)
         self._rows[:size, : rows.shape[1]] = rows
         return self._replays[size]
 
-    def rows(self, chunks: Rows[Chunk], sources: Rows[int], size: int) -> np.ndarray:
-        """Return the integers of a pass; rows beyond the chunks have one token, on the scratch page."""
+    def rows(self, chunks: Rows[Chunk], sources: Rows[int], counts: Rows[int], size: int) -> np.ndarray:
+        """Return the integers of passes, `counts` of each chunk; rows beyond the chunks have one token, on the scratch
+        page."""
         count = len(chunks)
         sequences = [chunk.sequence for chunk in chunks]
         width = max(len(sequence.blocks) for sequence in sequences)
@@ -141,7 +145,7 @@ class DecodeGraphs:
         temperatures = np.ones((size, 2), dtype=np.float32)
         temperatures[:count] = [(s.params.temperature, s.params.logprob_temperature) for s in sequences]
         rows[:, DRAW : LOGPROB + 1] = temperatures.view(np.int32)
-        real[:, ADVANCE] = 1
+        real[:, LEFT] = counts
         for row, sequence in zip(real, sequences, strict=True):
             row[PAGES : PAGES + len(sequence.blocks)] = sequence.blocks
         return rows
@@ -161,7 +165,9 @@ class DecodeGraphs:
                 self._tokens, self._positions, self._slots, self._lengths, self._draws, self._last, self._logprobs
             )
         )  # fmt: skip
-        decode_rows.begin(rows, self._last, tokens, positions, slots, lengths, draws, self.pages.page_size)
+        decode_rows.begin(
+            rows, self._last, tokens, positions, slots, lengths, draws, self.pages.page_size, self.pages.scratch
+        )
         temperatures, seeds, tables = decode_rows.views(rows)
         batch = PagedBatch(
             starts=tuple(range(size + 1)),

@@ -47,6 +47,14 @@ class TokenLogprobs:
     top: Mapping[int, float]
 
 
+class WholeOutput(NamedTuple):
+    """All tokens of a sequence that has ended."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Empty if they were not asked for."""
+
+
 class Output(NamedTuple):
     """A token of a sequence, or its end."""
 
@@ -62,6 +70,8 @@ class Output(NamedTuple):
     """With the first token: those of the prompt; the first token has none."""
     version: int = 0
     """Of the weights that sampled it."""
+    whole: WholeOutput | None = None
+    """In place of a token: all of them, with the end of a request that asked for this."""
 
 
 @dataclass
@@ -108,28 +118,30 @@ class _Prompt:
 class _SampledPass:
     """A pass whose tokens are on their way to the host."""
 
-    def __init__(self, chunks: Rows[Chunk], sampled: Sampled | None, version: int, steps: int = 1) -> None:
+    def __init__(
+        self, chunks: Rows[Chunk], sampled: Sampled | None, version: int, counts: Rows[int] | None = None
+    ) -> None:
+        """`counts`: tokens of each chunk's sequence, if not one of each that samples."""
         self.version = version
         self.sequences = [chunk.sequence for chunk in chunks]
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        self.places = [(sequence, sequence.length) for sequence in sampling]
-        """Sequences that get tokens, and where."""
-        self.steps = steps
-        """Tokens of each."""
+        counts = counts or [1] * len(sampling)
+        self.places = [(sequence, sequence.length, count) for sequence, count in zip(sampling, counts, strict=True)]
+        """Sequences that get tokens, where, and how many."""
         self.tokens: SampledTokens | None = None
         self._values: list[Tensor | None] = []
         self._arrived = torch.cuda.Event() if sampled is not None and sampled.tokens_R.is_cuda else None
         if sampled is not None:
-            tokens_RS = sampled.tokens_R.view(-1, steps)
+            tokens_RS = sampled.tokens_R.view(len(sampling), -1)
             self.tokens = SampledTokens(tokens_RS[:, -1], {s.arrival: row for row, s in enumerate(sampling)})
             logprobs_RS = None if sampled.logprobs_R is None else sampled.logprobs_R.view(tokens_RS.shape)
             values = tokens_RS, logprobs_RS, *sampled[2:]
             self._values = [None if x is None else x.to("cpu", non_blocking=True) for x in values]
         if self._arrived is not None:
             self._arrived.record()
-        for sequence in sampling:
-            sequence.token_ids += [UNKNOWN] * steps
-            sequence.unknown += steps
+        for sequence, _, count in self.places:
+            sequence.token_ids += [UNKNOWN] * count
+            sequence.unknown += count
 
     def values(self) -> list[Any]:
         """Wait for what was sampled, and return it as lists."""
@@ -176,10 +188,18 @@ class InferenceEngine:
     # -- requests
 
     def add(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams | None = None, adapter: int = 0
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams | None = None,
+        adapter: int = 0,
+        *,
+        whole: bool = False,
     ) -> None:
-        """Queue a request; raises RequestError if it can never run. `adapter` is a number of the model's adapters."""
+        """Queue a request; raises RequestError if it can never run. `adapter` is a number of the model's adapters.
+        If `whole`, its only output is at its end, with all tokens."""
         params = params or SamplingParams()
+        assert not whole or (not params.logprobs and params.prompt_logprobs is None), "of sampled tokens only"
         self.check(prompt_ids, params)
         longest = self.context
         if params.max_tokens is not None:
@@ -188,8 +208,9 @@ class InferenceEngine:
         for index in range(params.n):
             arrival = next(self._arrivals)
             self.waiting[arrival] = Sequence(
-                request_id, index, arrival, list(prompt_ids), params, longest, seed + index, adapter=adapter
-            )
+                request_id, index, arrival, list(prompt_ids), params, longest, seed + index, adapter=adapter,
+                whole=whole,
+            )  # fmt: skip
             self._switch(self.waiting[arrival])
 
     @property
@@ -267,10 +288,10 @@ class InferenceEngine:
             self._outputs = self._settled()
             planned = self._planned()
         batch = self._begin(planned)
-        steps = self._steps(batch)
-        if steps:
-            sampled = self.runner.decode(batch.chunks, self._last_tokens(), steps)
-            return self._record(_SampledPass(batch.chunks, sampled, self.version, steps))
+        counts = self._counts(batch)
+        if counts:
+            sampled = self.runner.decode(batch.chunks, self._last_tokens(), counts)
+            return self._record(_SampledPass(batch.chunks, sampled, self.version, counts))
         x_TD = self.runner.run(batch.chunks, self._last_tokens()) if batch.chunks else None
         sampled = self._sample(x_TD, batch)
         return self._record(_SampledPass(batch.chunks, sampled, self.version))
@@ -278,21 +299,23 @@ class InferenceEngine:
     def _planned(self) -> ScheduledBatch:
         return schedule(self._admissible(), self._continuing(), self.pool, self.limits)
 
-    def _steps(self, batch: ScheduledBatch) -> int:
-        """Return how many passes run before the host records them, and take the blocks that they need; 0 if this one
-        needs the host."""
+    def _counts(self, batch: ScheduledBatch) -> list[int]:
+        """Return how many tokens each sequence gets before the host records them, and take the blocks that they need;
+        none if this pass needs the host."""
         most = self.runner.most_steps(batch.chunks) if batch.chunks and not batch.admitted else 0
         if not most or any(not chunk.samples for chunk in batch.chunks):
-            return 0
+            return []
         sequences = [chunk.sequence for chunk in batch.chunks]
-        # No sequence runs past its end; where others wait for its place, that would delay them.
-        steps = min(most, *(self._left(sequence) for sequence in sequences))
-        while steps > 1 and self._more_blocks(sequences, steps) > self.pool.free:
+        left = [self._left(sequence) for sequence in sequences]
+        # A sequence that ends before the others has its place until they are recorded: too long if some wait for it.
+        steps = min(most, min(left) if self.waiting else max(left))
+        while steps > 1 and self._more_blocks(sequences, left, steps) > self.pool.free:
             steps -= 1
-        for sequence in sequences:
-            sequence.computed += steps - 1
+        counts = [min(steps, most_of_sequence) for most_of_sequence in left]
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.computed += count - 1
             sequence.blocks += self.pool.allocate(self.pool.blocks_for(sequence.computed) - len(sequence.blocks))
-        return steps
+        return counts
 
     def _left(self, sequence: Sequence) -> int:
         """Return how many tokens more a sequence can have before it ends, or starts over with other frequencies."""
@@ -300,9 +323,12 @@ class InferenceEngine:
         most = sequence.max_length if switch is None or sequence.long else min(sequence.max_length, switch + 1)
         return most - sequence.length
 
-    def _more_blocks(self, sequences: list[Sequence], steps: int) -> int:
-        """Return the blocks that sequences need for so many passes besides those that they have."""
-        return sum(self.pool.blocks_for(s.computed + steps - 1) - len(s.blocks) for s in sequences)
+    def _more_blocks(self, sequences: list[Sequence], left: list[int], steps: int) -> int:
+        """Return the blocks that sequences need for so many passes, or those that they have left, besides their own."""
+        return sum(
+            self.pool.blocks_for(sequence.computed + min(steps, most) - 1) - len(sequence.blocks)
+            for sequence, most in zip(sequences, left, strict=True)
+        )
 
     def _admissible(self) -> list[Sequence]:
         """Return the waiting sequences that may begin; before a swap only those that have begun once."""
@@ -374,13 +400,16 @@ class InferenceEngine:
         if passed is None:
             return outputs
         values = passed.values()
-        for row, (sequence, place) in enumerate(passed.places):
-            sequence.token_ids[place : place + passed.steps] = values[0][row]
-            sequence.unknown -= passed.steps
+        for row, (sequence, place, count) in enumerate(passed.places):
+            sequence.token_ids[place : place + count] = values[0][row][:count]
+            sequence.unknown -= count
         for sequence in passed.sequences:
             self._publish(sequence)
-        for row, (sequence, place) in enumerate(passed.places):
-            for step, token in enumerate(values[0][row]):
+        for row, (sequence, place, count) in enumerate(passed.places):
+            if sequence.whole:
+                outputs += self._whole(sequence, place, values, row, count, passed.version)
+                continue
+            for step, token in enumerate(values[0][row][:count]):
                 if sequence.finish is not None:  # aborted, or ended by a token before
                     break
                 finish = self._end(sequence, token, place + step + 1)
@@ -397,6 +426,29 @@ class InferenceEngine:
                 else:
                     self._switch(sequence)
         return outputs
+
+    def _whole(
+        self, sequence: Sequence, place: int, values: list[Any], row: int, count: int, version: int
+    ) -> list[Output]:
+        """Note the tokens of a request whose output comes whole; return that, if it ends with one of them."""
+        if sequence.finish is not None:  # aborted, or ended by a token before
+            return []
+        finish = None
+        for step, token in enumerate(values[0][row][:count]):
+            finish = self._end(sequence, token, place + step + 1)
+            if finish is not None:
+                count = step + 1
+                break
+        if sequence.params.logprobs is not None:
+            sequence.logprobs += values[1][row][:count]
+        self.counts.output_tokens += count
+        if finish is None:
+            self._switch(sequence)
+            return []
+        self._finish(sequence, finish, tells=False)
+        ids = sequence.token_ids[len(sequence.prompt_ids) : place + count]
+        whole = WholeOutput(tuple(ids), tuple(sequence.logprobs))
+        return [Output(sequence.request_id, sequence.index, None, finish, version=version, whole=whole)]
 
     # -- new weights
 

@@ -2,11 +2,10 @@
 
     tokens of the pass   products                                            kernels per layer
     1                    matrix_vector, with norms and additions inside      5, 6 with split keys
-    up to 256            sequential_linear; cuBLAS from 64 rows on where     8 or 9
-                         nothing is fused
+    up to 256            sequential_linear; cuBLAS where nothing is fused    8 or 9
     more                 cuBLAS                                              11
 
-In exact mode every product is `batch_invariant`'s, so that a token has the bits that the modules give it in training.
+In exact mode every product is `exact_products`', so that a token has the bits that the modules give it in training.
 
 Parameters are read where they are: an optimizer that changes them in place changes this, too.
 """
@@ -15,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from headway.inference.kv_cache import PagedKvCache, PassCache
-from headway.kernels import batch_invariant, dispatch, matrix_vector, rotary_store, sequential_linear
+from headway.kernels import batch_invariant, dispatch, exact_products, matrix_vector, rotary_store, sequential_linear
 from headway.kernels.gated import swiglu
 from headway.kernels.inputs import float32_product
-from headway.kernels.paged_attention import fresh_attention, takes_heads, triton_attention
+from headway.kernels.paged_attention import fresh_attention
+from headway.kernels.paged_triton import takes_heads, triton_attention
 from headway.kernels.rms_norm import MAX_WIDTH, forward_early, rms_norm
 from headway.kernels.rotary_store import HeadShape
 from headway.models.decoder import Embedding
@@ -29,8 +29,8 @@ EARLY_ROWS = 256
 """Tokens of a pass up to which kernels start before the one ahead of them has ended."""
 FEW_ROWS = 16
 """Tokens up to which the product after attention starts early, too."""
-BLAS_ROWS = 64
-"""Rows from which cuBLAS is faster where there is nothing to fuse (H200: 8 us against 9 for 1024 x 2048)."""
+BLAS_ROWS = 2
+"""Rows from which cuBLAS is faster where there is nothing to fuse (H200: 6.0 us against 6.8 for 32 rows, 1024 x 2048)."""
 
 
 class FusedDecoder:
@@ -61,7 +61,7 @@ class FusedDecoder:
         """Apply the head, in float32."""
         weight, rows = self.decoder.output_weight, len(x_RD)
         if self.exact:
-            return batch_invariant.float32_product(x_RD, weight)
+            return exact_products.product(x_RD, weight, dtype=torch.float32)
         if rows == 1 and matrix_vector.takes(x_RD, weight):
             return matrix_vector.linear(x_RD, (weight,), dtype=torch.float32, early=self._programmatic)
         return float32_product(x_RD, weight)
@@ -96,8 +96,8 @@ class FusedDecoder:
         return forward_early(x_TD, norm.weight, norm.eps) if early else rms_norm(x_TD, norm.weight, norm.eps)
 
     def _product(self, x_TD: Tensor, layer: Linear) -> Tensor:
-        if self.exact:
-            return batch_invariant.linear(x_TD, layer.weight, layer.bias)
+        if self.exact:  # without `batch_invariant.linear`'s gradients, which cost the host as much as the launch
+            return exact_products.product(x_TD, layer.weight, layer.bias)
         return nn.functional.linear(x_TD, layer.weight, layer.bias)
 
     def _projected(self, attention: Attention, h_TD: Tensor, early: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.kernels.paged_attention import PagedBatch, paged_attention, store
+from headway.kernels.paged_attention import paged_attention, store
+from headway.kernels.paged_batch import PagedBatch
 
 Widths = tuple[tuple[int, int], tuple[int, int]]
 """Number and size of the heads that a layer caches per token, of keys and of values."""
@@ -30,13 +31,16 @@ class PagedKvCache:
         self.scratch = pages
         """A page more, for tokens that only fill up a batch."""
         pages += 1
-        (key_heads, key_dim), (value_heads, value_dim) = widths
-        self.keys = [
-            torch.zeros(pages, page_size, key_heads, key_dim, dtype=dtype, device=device) for _ in range(layers)
-        ]
-        self.values = [
-            torch.zeros(pages, page_size, value_heads, value_dim, dtype=dtype, device=device) for _ in range(layers)
-        ]
+        self.keys, self.values = (
+            [_new_pages(pages, page_size, heads, size, dtype, device) for _ in range(layers)] for heads, size in widths
+        )
+
+
+def _new_pages(pages: int, page_size: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate [P, Z, K, H]; on GPUs the tokens of a head lie next to each other, as its program reads them."""
+    if device.type != "cuda":
+        return torch.zeros(pages, page_size, heads, size, dtype=dtype, device=device)
+    return torch.zeros(pages, heads, page_size, size, dtype=dtype, device=device).transpose(1, 2)
 
 
 def bytes_per_token(layers: int, widths: Widths, dtype: torch.dtype) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from headway.errors import RequestError
 from headway.inference.chat import render_chat
 from headway.inference.engine import RequestsAtSwap, TokenLogprobs
+from headway.inference.frozen_heap import frozen_heap
 from headway.inference.load import LoadedModel, copy_into, load_model
 from headway.inference.params import SamplingParams
 from headway.inference.sequence import FinishReason
@@ -101,7 +102,8 @@ class LLM:
             numbers[request_id] = number
             results.append(Generated(ids, [Completion() for _ in range(one_params.n)]))
         try:
-            self._run(numbers, results, on_done)
+            with frozen_heap():
+                self._run(numbers, results, on_done)
         finally:
             for request_id in numbers:
                 self.engine.abort(request_id)

@@ -15,7 +15,7 @@ from headway.inference.kv_cache import PagedKvCache, PassCache
 from headway.inference.sampler import Sampled, needs_host
 from headway.inference.scheduler import Chunk
 from headway.inference.sequence import UNKNOWN
-from headway.kernels.paged_attention import PagedBatch
+from headway.kernels.paged_batch import PagedBatch
 from headway.kernels.pointer_table import uploaded
 from headway.models import Decoder
 
@@ -44,8 +44,8 @@ class Runner(Protocol):
         """Return how many tokens of each chunk's sequence `decode` samples without the host at most; 0 for none."""
         ...
 
-    def decode(self, chunks: Rows[Chunk], last: SampledTokens | None, steps: int, /) -> Sampled:
-        """Run and sample so many tokens of each chunk's sequence: tokens and log-probabilities are [R, steps]."""
+    def decode(self, chunks: Rows[Chunk], last: SampledTokens | None, counts: Rows[int], /) -> Sampled:
+        """Run and sample so many tokens of each chunk's sequence: tokens and log-probabilities are [R, most]."""
         ...
 
 
@@ -75,11 +75,11 @@ class PagedRunner:
             return 0
         return MOST_STEPS
 
-    def decode(self, chunks: Rows[Chunk], last: SampledTokens | None, steps: int) -> Sampled:
-        """Replay a graph so many times."""
+    def decode(self, chunks: Rows[Chunk], last: SampledTokens | None, counts: Rows[int]) -> Sampled:
+        """Replay a graph, until each sequence has its tokens."""
         assert self.graphs is not None, "`most_steps` said so"
         sources = [_source(chunk, last) for chunk in chunks]
-        return self.graphs.decode(chunks, sources, None if last is None else last.tokens_R, steps)
+        return self.graphs.decode(chunks, sources, None if last is None else last.tokens_R, counts)
 
     @torch.inference_mode()
     def run(self, chunks: Rows[Chunk], last: SampledTokens | None = None) -> Tensor:
@@ -142,7 +142,7 @@ class WholeRunner:
         """Every pass needs the host."""
         return 0
 
-    def decode(self, _chunks: Rows[Chunk], _last: SampledTokens | None, _steps: int) -> Sampled:
+    def decode(self, _chunks: Rows[Chunk], _last: SampledTokens | None, _counts: Rows[int]) -> Sampled:
         """It never does."""
         raise NotImplementedError
 

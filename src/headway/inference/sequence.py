@@ -47,6 +47,10 @@ class Sequence:
     finish: FinishReason | None = None
     adapter: int = 0
     """Number of the adapter that the request uses; 0 for none."""
+    whole: bool = False
+    """Whether all of it is one output, at its end."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities of its output, if that comes whole."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)

@@ -63,6 +63,13 @@ class TextStream:
         return text
 
 
+def text_after(before: Sequence[int], ids: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+    """Return the text of tokens that follow others: what a stream of them adds up to, decoded once."""
+    window = list(before)[-WINDOW:]
+    shown = len(decode(window)) if window else 0
+    return decode([*window, *ids])[shown:]
+
+
 def text_pieces(ids: Iterable[int], decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> Iterator[str]:
     """Decode a stream of ids, yielding text whenever characters are complete; `before` are the preceding ids."""
     stream = TextStream(decode, before)

@@ -1,5 +1,6 @@
 """The engine with text: prompts are encoded, outputs decoded as they come, and stop texts end them."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from headway.inference.load import LoadedModel
 from headway.inference.params import SamplingParams
 from headway.inference.runner import PagedRunner, Runner, WholeRunner
 from headway.inference.scheduler import Limits
-from headway.inference.text import TextStream
-from headway.kernels.paged_attention import takes_heads
+from headway.inference.sequence import FinishReason
+from headway.inference.text import WINDOW, TextStream, text_after
+from headway.kernels.paged_triton import takes_heads
 from headway.models import Decoder
 from headway.models.exact import make_exact
 from headway.models.experts import Experts
@@ -141,6 +143,8 @@ class TextEngine:
         self.loaded = loaded
         self.engine = make_engine(loaded, options or EngineOptions())
         self._streams: dict[tuple[str, int], TextStream] = {}
+        self._texts: dict[tuple[str, int], Callable[[Sequence[int]], str]] = {}
+        """From all tokens to their text, of requests whose output comes whole."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt; an empty one starts a document."""
@@ -167,15 +171,29 @@ class TextEngine:
         tokenizer = self.loaded.tokenizer
         return "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams, adapter: str | None = None) -> None:
-        """Queue a request, for the model with one of its adapters."""
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        adapter: str | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
+        """Queue a request, for the model with one of its adapters. If `whole`, it has one output, at its end, with all
+        tokens and the text, and no stop texts: decoding twice per token, as a stream does, and an output for each take
+        the host longer than a GPU takes to sample hundreds of sequences."""
+        assert not (whole and params.stop), "stop texts are looked for in a stream"
         if params.stop and self.loaded.tokenizer is None:
             raise RequestError(f"{self.loaded.name} has no tokenizer", hint="use stop_token_ids instead of stop")
-        self.engine.add(request_id, prompt_ids, params, self._number(adapter))
+        self.engine.add(request_id, prompt_ids, params, self._number(adapter), whole=whole)
         decode = partial(self.decode, skip_special_tokens=params.skip_special_tokens)
         for index in range(params.n):
-            stream = TextStream(decode, prompt_ids, params.stop, params.include_stop)
-            self._streams[request_id, index] = stream
+            if whole:
+                self._texts[request_id, index] = partial(text_after, prompt_ids[-WINDOW:], decode=decode)
+            else:
+                stream = TextStream(decode, prompt_ids, params.stop, params.include_stop)
+                self._streams[request_id, index] = stream
 
     def _number(self, adapter: str | None) -> int:
         adapters = self.loaded.adapters
@@ -186,8 +204,9 @@ class TextEngine:
     def abort(self, request_id: str) -> None:
         """End a request; nothing more comes of it."""
         self.engine.abort(request_id)
-        for key in [key for key in self._streams if key[0] == request_id]:
-            del self._streams[key]
+        for kept in (self._streams, self._texts):
+            for key in [key for key in kept if key[0] == request_id]:
+                del kept[key]
 
     @property
     def busy(self) -> bool:
@@ -199,6 +218,9 @@ class TextEngine:
         outputs = []
         for output in self.engine.step():
             key = (output.request_id, output.index)
+            if output.whole is not None:
+                outputs.append(TextOutput(output, self._whole_text(key, output.whole.token_ids, output.finish)))
+                continue
             stream = self._streams.get(key)
             if stream is None:  # aborted
                 continue
@@ -214,6 +236,11 @@ class TextEngine:
                 del self._streams[key]
             outputs.append(TextOutput(output, text))
         return outputs
+
+    def _whole_text(self, key: tuple[str, int], ids: Sequence[int], finish: FinishReason | None) -> str:
+        """Return the text of all tokens of an output; one that ended it is no part of it."""
+        text = self._texts.pop(key)
+        return "" if self.loaded.tokenizer is None else text(ids[:-1] if finish == "stop" else ids)
 
 
 def encoded(tokenizer: TextTokenizer, text: str) -> list[int]:

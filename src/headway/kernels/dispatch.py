@@ -5,11 +5,11 @@
                    over ragged rows if nvidia-cudnn-frontend is installed;
                    flex for windows, soft caps, sinks and other documents
                    (heads of 16 and more)
-    experts        grouped GEMM over all experts (bfloat16)                  a loop over experts with tokens
+    experts        grouped GEMM over all experts (bfloat16), Triton between  a loop over experts with tokens
     rms_norm,      Triton, but PyTorch's where tensors are small; inside     PyTorch's
     rope, gated    compiled blocks, the compiler's
-    modulation,    the compiler's; Triton if asked for, with the sums for biases and modulation in the same pass
-    heads, gelu
+    modulation,    Triton, with the sums for biases and modulation in the same     PyTorch's
+    heads, gelu    pass, but PyTorch's or the compiler's where tensors are small
     loss           Triton between cuBLAS's products                          PyTorch's, in chunks
     adamw, norm    Triton, all tensors in one launch                         PyTorch's
     newton_schulz  Triton for large matrices, cuBLAS for the rest            PyTorch's
@@ -17,9 +17,8 @@
 
 In exact mode (`models/exact.py`), products and attention are those of `batch_invariant` instead; on GPUs norms,
 rotation and gated activations are Triton's whatever their size.
-`try_out` asks for kernels of diffusion blocks that have not been measured on a GPU yet. `headway kernels` prints the
-table for a machine, with reasons. A recipe's `train.plain` names operations to run in plain PyTorch instead: the
-reference when a kernel is in doubt.
+`headway kernels` prints the table for a machine, with reasons. A recipe's `train.plain` names operations to run in
+plain PyTorch instead: the reference when a kernel is in doubt.
 """
 
 from collections.abc import Collection
@@ -35,7 +34,6 @@ from headway.recipe.train import Operation
 __all__ = [
     "LEAST_HEAD",
     "OPERATIONS",
-    "UNMEASURED",
     "DispatchRow",
     "KernelChoice",
     "Operation",
@@ -46,7 +44,6 @@ __all__ = [
     "fused",
     "make_plain",
     "rows",
-    "try_out",
     "uses_triton",
 ]
 
@@ -58,16 +55,15 @@ LATEST = 9
 """cuDNN's attention is the fastest since Hopper; before, flash is."""
 IN_BLOCKS: tuple[Operation, ...] = ("rms_norm", "rope", "gated")
 """Operations that a compiler fuses with their neighbours, which saves one more pass over memory than a kernel."""
+OF_DIFFUSION: tuple[Operation, ...] = ("modulation", "heads", "gelu")
+"""Operations of diffusion blocks, whose sums over tokens a compiler makes passes of their own."""
 LEAST_ELEMENTS = 2**22
 """Elements from which a pass takes a GPU longer than launching a PyTorch operation."""
 LEAST_HEAD = 16
 """Smallest head size of flex attention."""
 devices: tuple[str, ...] = ("cuda",)
 """Device types that Triton kernels run on; tests add the CPU, for Triton's interpreter."""
-UNMEASURED: frozenset[Operation] = frozenset({"modulation", "heads", "gelu"})
-"""Operations whose kernels are not the default before a GPU has shown that they are faster."""
 _plain: frozenset[str] = frozenset()
-_tried: frozenset[str] = frozenset()
 
 
 class KernelChoice(NamedTuple):
@@ -81,12 +77,6 @@ def make_plain(operations: Collection[str]) -> None:
     """Run these operations in plain PyTorch in this process."""
     global _plain
     _plain = frozenset(operations)
-
-
-def try_out(operations: Collection[Operation]) -> None:
-    """Run these operations with their kernels in this process, though they have not been measured."""
-    global _tried
-    _tried = frozenset(operations)
 
 
 def uses_triton(operation: Operation, x: Tensor) -> bool:
@@ -104,12 +94,11 @@ def fused(
         return KernelChoice("pytorch", "the recipe says so")
     if device not in devices:
         return KernelChoice("pytorch", "Triton's kernels are for GPUs")
-    if operation in UNMEASURED and operation not in _tried:
-        return KernelChoice("pytorch", "its kernel has not been measured on a GPU yet")
     if operation in IN_BLOCKS and compiled:
         return KernelChoice("compiler", "joined to its neighbours in the block")
-    if operation in IN_BLOCKS and elements < LEAST_ELEMENTS:
-        return KernelChoice("pytorch", "the host takes longer to launch it than the device to do it")
+    if operation in (*IN_BLOCKS, *OF_DIFFUSION) and elements < LEAST_ELEMENTS:
+        kernel = "compiler" if compiled else "pytorch"
+        return KernelChoice(kernel, "the host takes longer to launch it than the device to do it")
     if not INSTALLED:
         return KernelChoice("pytorch", "Triton is not installed")
     if dtype not in FLOATS:
@@ -129,6 +118,7 @@ _WHY = {
     "norm": "all tensors in one launch",
     "newton_schulz": "half of a symmetric product, where it fills the device",
     "fp8": "a tile is read once and its codes are written both ways",
+    "experts": "rows are spread, weighted and combined in one pass each",
 }
 
 

@@ -1,6 +1,6 @@
 """Attention of exact mode on GPUs, in training: the kernel that inference has, over whole documents.
 
-`paged_attention.causal_attention` goes through the keys of a document in tiles cut at absolute positions, as the pages
+`paged_triton.causal_attention` goes through the keys of a document in tiles cut at absolute positions, as the pages
 of a sequence are gone through, so a token has the same bits in both. The backward pass is cuDNN's for whole rows and
 flash attention's for documents or a window, given the output and the log-sum-exps of this forward pass; without a GPU,
 that of PyTorch's attention.
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headway.kernels.batch_invariant_attention import document_spans
-from headway.kernels.paged_attention import causal_attention
+from headway.kernels.paged_triton import causal_attention
 from headway.kernels.pointer_table import uploaded
 
 

@@ -16,6 +16,7 @@ def takes(x: Tensor, weight_OD: Tensor) -> bool:
     """Whether the product of x and a weight is one of few rows, with a library that is faster this way."""
     return (
         x.device.type == "cpu"
+        and not torch.compiler.is_compiling()  # a compiler does not trace inference mode
         and FEWEST * x.shape[-1] <= x.numel() <= MOST * x.shape[-1]
         and x.dtype == weight_OD.dtype == torch.float32
         and torch.is_inference_mode_enabled()

@@ -88,14 +88,15 @@ def cast(
     rows: bool = True,
     columns: bool = True,
 ) -> Float8:
-    """Cast a matrix to float8, with one scale or one per row (and per column for its transpose).
+    """Cast a matrix to float8, with one scale or one per row (and per column for its transpose, if that is needed).
 
     `amax` is the largest magnitude if known, or any number of them; `rows` and `columns` say which codes are needed.
     """
     amax = amax_of(x_MK, 1) if amax is None or rowwise else amax
     most = amax.amax()
     if rowwise:
-        scale, scale_t = scale_of(amax, e5m2), scale_of(amax_of(x_MK, 0), e5m2).mT
+        scale = scale_of(amax, e5m2)
+        scale_t = scale_of(amax_of(x_MK, 0), e5m2).mT if columns else scale
     else:
         scale = scale_t = scale_of(most.reshape(1, 1), e5m2)
     inverse, inverse_t = inverse_of(scale), inverse_of(scale_t)
@@ -188,15 +189,14 @@ def _cast_kernel(
         x = x.to(tl.bfloat16).to(tl.float32)
     if ROWWISE:
         by_row = tl.load(inverse_ptr + row, mask=row < rows, other=1)[:, None]
-        by_column = tl.load(inverse_t_ptr + column, mask=column < width, other=1)[None, :]
     else:
         by_row = tl.load(inverse_ptr)
-        by_column = by_row
     codes = _to_float8(x * by_row, E5M2, ROUNDS)
     if WRITES_ROWS:
         tl.store(codes_ptr + row[:, None] * codes_stride + column[None, :], codes, mask=inside)
     if WRITES_COLUMNS:
         if ROWWISE:
+            by_column = tl.load(inverse_t_ptr + column, mask=column < width, other=1)[None, :]
             codes = _to_float8(x * by_column, E5M2, ROUNDS)
         place = codes_t_ptr + column[:, None] * codes_t_stride + row[None, :]
         tl.store(place, tl.trans(codes), mask=(column < width)[:, None] & (row < rows)[None, :])

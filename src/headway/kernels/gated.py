@@ -16,8 +16,8 @@ Rows may be strided, as when gate and up are the halves of one tensor.
 
 Saved for backward: gate and up; the activation is recomputed.
 
-`gated_pair` takes gate and up as the halves of one product's rows, and also returns the largest magnitude that each
-program wrote: a cast to float8 then needs no pass over the result of its own (`kernels/fp8.py`).
+`gated_pair` takes gate and up as the halves of one product's rows, in one tensor, and also returns the largest
+magnitude that each program wrote: a cast to float8 then needs no pass of its own over the result (`kernels/fp8.py`).
 """
 
 import math
@@ -123,9 +123,11 @@ def _forward_kernel(
     GELU: tl.constexpr,
     SLOPE: tl.constexpr,
     CUBIC: tl.constexpr,
-    AMAXES: tl.constexpr,
+    PAIR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if PAIR:
+        up_ptr = gate_ptr + width
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -134,7 +136,7 @@ def _forward_kernel(
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0).to(tl.float32)
     out = (gate * _sigmoid(gate, GELU, SLOPE, CUBIC) * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + column, out, mask=inside)
-    if AMAXES:
+    if PAIR:
         tl.store(amaxes_ptr + tl.program_id(0), tl.max(tl.abs(out.to(tl.float32)), axis=0))
 
 
@@ -154,9 +156,12 @@ def _backward_kernel(
     GELU: tl.constexpr,
     SLOPE: tl.constexpr,
     CUBIC: tl.constexpr,
-    AMAXES: tl.constexpr,
+    PAIR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if PAIR:
+        up_ptr = gate_ptr + width
+        dup_ptr = dgate_ptr + width
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -172,7 +177,7 @@ def _backward_kernel(
     dup = (grad * gate * sigmoid).to(dgate_ptr.dtype.element_ty)
     tl.store(dgate_ptr + row * out_stride + column, dgate, mask=inside)
     tl.store(dup_ptr + row * out_stride + column, dup, mask=inside)
-    if AMAXES:
+    if PAIR:
         larger = tl.maximum(tl.abs(dgate.to(tl.float32)), tl.abs(dup.to(tl.float32)))
         tl.store(amaxes_ptr + tl.program_id(0), tl.max(larger, axis=0))
 
@@ -196,7 +201,8 @@ def _output(x: Tensor) -> Tensor:
 def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     out = _output(gate)
     if out.numel():
-        _forward(*_rows(gate, up), out, None, gelu)
+        gates, ups = _rows(gate, up)
+        _forward(gates, ups, out, None, gelu)
     return out
 
 
@@ -210,19 +216,13 @@ def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tuple
     dgate, dup = _output(gate), _output(gate)
     if dgate.numel():
         grads, gates, ups = _rows(grad, gate, up)
-        _slopes(grads, gates, ups, (dgate, dup, gates.shape[1]), None, gelu)
+        _slopes(grads, (gates, ups), (dgate, dup), None, gelu)
     return dgate, dup
 
 
 @_gated_backward.register_fake
 def _(_grad: Tensor, gate: Tensor, _up: Tensor, _gelu: bool) -> tuple[Tensor, Tensor]:
     return _output(gate), _output(gate)
-
-
-def _halves(pair: Tensor) -> tuple[Tensor, Tensor]:
-    rows = pair.reshape(-1, pair.shape[-1])
-    gates, ups = rows.chunk(2, dim=1)
-    return gates, ups
 
 
 def _amaxes(pair: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def _gated_pair(pair: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
     out, amaxes = _pair_outputs(pair)
     if out.numel() == 0:
         return out, amaxes.zero_()
-    _forward(*_halves(pair), out, amaxes, gelu)
+    _forward(pair.contiguous(), None, out, amaxes, gelu)
     return out, amaxes
 
 
@@ -254,9 +254,7 @@ def _gated_pair_backward(grad: Tensor, pair: Tensor, gelu: bool) -> tuple[Tensor
     dpair, amaxes = torch.empty(pair.shape, dtype=pair.dtype, device=pair.device), _amaxes(pair)
     if dpair.numel() == 0:
         return dpair, amaxes.zero_()
-    grads = grad.reshape(-1, grad.shape[-1])
-    grads = grads if grads.stride(1) == 1 else grads.contiguous()
-    _slopes(grads, *_halves(pair), (*_halves(dpair), pair.shape[-1]), amaxes, gelu)
+    _slopes(grad.reshape(-1, grad.shape[-1]).contiguous(), (pair.contiguous(), None), (dpair, None), amaxes, gelu)
     return dpair, amaxes
 
 
@@ -265,46 +263,53 @@ def _(_grad: Tensor, pair: Tensor, _gelu: bool) -> tuple[Tensor, Tensor]:
     return torch.empty(pair.shape, dtype=pair.dtype, device=pair.device), _amaxes(pair)
 
 
-def _forward(gates: Tensor, ups: Tensor, out: Tensor, amaxes: Tensor | None, gelu: bool) -> None:
-    count, width = gates.shape
-    wrap_triton(_forward_kernel)[(count * -(-width // BLOCK),)](
+def _forward(gates: Tensor, ups: Tensor | None, out: Tensor, amaxes: Tensor | None, gelu: bool) -> None:
+    """Launch; without `ups`, gates are pairs. A view of each half would be copied by a compiler."""
+    width = out.shape[-1] if ups is None else gates.shape[-1]
+    stride = gates.shape[-1] if ups is None else gates.stride(0)
+    wrap_triton(_forward_kernel)[(out.numel() // width * -(-width // BLOCK),)](
         gates,
-        ups,
+        gates if ups is None else ups,
         out,
         width,
-        gates.stride(0),
-        ups.stride(0),
+        stride,
+        stride if ups is None else ups.stride(0),
         out if amaxes is None else amaxes,
         GELU=gelu,
         SLOPE=SLOPE,
         CUBIC=CUBIC,
-        AMAXES=amaxes is not None,
+        PAIR=ups is None,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
 
 
 def _slopes(
-    grads: Tensor, gates: Tensor, ups: Tensor, outputs: tuple[Tensor, Tensor, int], amaxes: Tensor | None, gelu: bool
+    grads: Tensor,
+    inputs: tuple[Tensor, Tensor | None],
+    outputs: tuple[Tensor, Tensor | None],
+    amaxes: Tensor | None,
+    gelu: bool,
 ) -> None:
-    """Write the gradients into two outputs, whose rows are a stride apart."""
-    (count, width), (dgate, dup, stride) = gates.shape, outputs
-    wrap_triton(_backward_kernel)[(count * -(-width // BLOCK),)](
+    """Launch; inputs and outputs are gates and ups, or pairs and None."""
+    (gates, ups), (dgate, dup), width = inputs, outputs, grads.shape[1]
+    stride = gates.shape[-1] if ups is None else gates.stride(0)
+    wrap_triton(_backward_kernel)[(len(grads) * -(-width // BLOCK),)](
         grads,
         gates,
-        ups,
+        gates if ups is None else ups,
         dgate,
-        dup,
+        dgate if dup is None else dup,
         width,
         grads.stride(0),
-        gates.stride(0),
-        ups.stride(0),
         stride,
+        stride if ups is None else ups.stride(0),
+        2 * width if dup is None else width,
         dgate if amaxes is None else amaxes,
         GELU=gelu,
         SLOPE=SLOPE,
         CUBIC=CUBIC,
-        AMAXES=amaxes is not None,
+        PAIR=dup is None,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -328,9 +333,9 @@ _gated.register_autograd(_backward, setup_context=_keep)
 # -- launches to compile ahead of time
 
 
-def _launches(name: str, dtype: str, *, gelu: bool, amaxes: bool = False) -> tuple[LaunchSpec, LaunchSpec]:
+def _launches(name: str, dtype: str, *, gelu: bool, pair: bool = False) -> tuple[LaunchSpec, LaunchSpec]:
     x, count, amax = f"*{dtype}", "i32", "*fp32"
-    constants = {"GELU": gelu, "SLOPE": SLOPE, "CUBIC": CUBIC, "AMAXES": amaxes, "BLOCK": BLOCK}
+    constants = {"GELU": gelu, "SLOPE": SLOPE, "CUBIC": CUBIC, "PAIR": pair, "BLOCK": BLOCK}
     forward = {"gate_ptr": x, "up_ptr": x, "out_ptr": x, "width": count, "gate_stride": count, "up_stride": count}
     forward |= {"amaxes_ptr": amax}
     backward = {"grad_ptr": x, "gate_ptr": x, "up_ptr": x, "dgate_ptr": x, "dup_ptr": x, "width": count}
@@ -347,5 +352,5 @@ AHEAD: tuple[LaunchSpec, ...] = (
     *_launches("swiglu", "fp32", gelu=False),
     *_launches("geglu", "bf16", gelu=True),
     *_launches("geglu", "fp32", gelu=True),
-    *_launches("swiglu_amaxes", "bf16", gelu=False, amaxes=True),
+    *_launches("swiglu_pair", "bf16", gelu=False, pair=True),
 )

@@ -13,7 +13,7 @@ into one tensor, so that the product's own gradients are two products.
 Arithmetic is float32 and each result is rounded once, where PyTorch rounds between norm and rotation.
 
 It is memory-bound: forward reads and writes a part, backward reads g and x and writes dx. A program of the backward
-pass takes every n-th row and accumulates its own float32 sums, which PyTorch adds in a fixed order.
+pass takes every n-th row and accumulates its own float32 sums (`partial_sums.py`).
 
 Saved for backward: x, the weights, one float32 rstd per row, and the table.
 """
@@ -24,14 +24,15 @@ import torch
 from torch import Tensor
 
 from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.partial_sums import sum_partials
 from headway.kernels.triton_compat import tl, triton
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_WIDTH = 4096
 """A row must fit in the registers of one program, with the sums."""
-PROGRAMS = 264
-"""Of a backward pass: two per multiprocessor of an H200, and the same on all chips, so that sums have the same
-order."""
+PROGRAMS = 1056
+"""Of a backward pass: eight per multiprocessor of an H200, where fewer were slower, and the same on all chips, so that
+sums have the same order."""
 
 
 class PartNorm(NamedTuple):
@@ -186,6 +187,11 @@ def _block(width: int) -> tuple[int, int]:
     return half, max(1, min(16, half // 128))
 
 
+def _backward_warps(half: int, norm: bool) -> int:
+    """Return warps of the backward pass: reductions over a row cost less in fewer warps."""
+    return max(1, min(16, half // (256 if norm else 128)))
+
+
 @torch.library.custom_op("headway::normed_heads", mutates_args=())
 def _normed_heads(x_BLD: Tensor, weight: Tensor, table: Tensor | None, eps: float, head: int) -> tuple[Tensor, Tensor]:
     """Return heads [B, L, N, H] of rows of any stride, and rstd [B, L]."""
@@ -216,7 +222,7 @@ def _heads_backward(
     Weights and rstds of parts without them are empty.
     """
     dx, sums = _dx_and_sums(grads, x_BLE, table, weights, rstds, rotates)
-    (rows, width), (half, warps) = (x_BLE[..., 0].numel(), sums.shape[2]), _block(sums.shape[2])
+    (rows, width), (half, _) = (x_BLE[..., 0].numel(), sums.shape[2]), _block(sums.shape[2])
     if not rows:
         return dx, sums.zero_()
     programs = min(rows, PROGRAMS)
@@ -230,9 +236,9 @@ def _heads_backward(
             grad_BLD, x_part, weight, table, rstd, dx_part, partial_part, rows, x_BLE.shape[1],
             grad_BLD.stride(1), x_BLE.stride(1),
             WIDTH=width, HEAD=grad.shape[3], PAIR_BLOCK=half, NORM=weight.numel() > 0, ROTATE=rotate,
-            STAGES=3 if half <= 2048 else 2, num_warps=warps,
+            STAGES=3 if half <= 2048 else 2, num_warps=_backward_warps(half, weight.numel() > 0),
         )  # fmt: skip
-    torch.sum(partial, dim=1, out=sums)
+    sum_partials(partial, sums)
     return dx, sums
 
 
@@ -304,7 +310,8 @@ def _launches(width: int, head: int, dtype: str, *, norm: bool = True, rotate: b
     backward |= {"grad_stride": "i32", "x_stride": "i32"}
     shared = {"WIDTH": width, "HEAD": head, "PAIR_BLOCK": half, "ROTATE": rotate}
     more = {"NORM": norm, "STAGES": 3 if half <= 2048 else 2}
-    back = LaunchSpec(f"{name}_backward", _backward_kernel, backward, {**shared, **more}, warps=warps)
+    warps_back = _backward_warps(half, norm)
+    back = LaunchSpec(f"{name}_backward", _backward_kernel, backward, {**shared, **more}, warps=warps_back)
     return (LaunchSpec(name, _forward_kernel, forward, shared, warps=warps), back) if norm else (back,)
 
 

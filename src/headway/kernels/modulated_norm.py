@@ -14,8 +14,9 @@ makes each of these sums a pass of its own, and keeps ds in float32 between them
 Arithmetic is float32. The sum s is rounded to the stream's precision before it is normalized, and each result once.
 
 It is memory-bound: forward reads x and branch and writes s and y, backward reads g, h, s and branch and writes ds and
-dbranch. A program of the backward pass takes every n-th token of a sample and accumulates its own float32 sums, which
-PyTorch adds in a fixed order.
+dbranch. A program of the backward pass takes every n-th token of a sample and accumulates its own float32 sums
+(`partial_sums.py`). Without a branch the stream is returned, too: the gradient of what else uses it is added in the
+same pass.
 
 Saved for backward: s, branch, gate, scale, and the mean and rstd of each token in float32.
 """
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.partial_sums import sum_partials
 from headway.kernels.triton_compat import tl, triton
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,6 +36,10 @@ MAX_WIDTH = 4096
 PROGRAMS = 264
 """Of a backward pass, at least: two per multiprocessor of an H200, and the same on all chips, so that sums have the
 same order."""
+FORWARD_PROGRAMS = 4224
+"""Of a forward pass, at least, where a program has more than one token."""
+STAGES = 3
+"""Tokens whose loads are under way at a time."""
 SUMS = 4
 """Sums of a backward pass: of shift, scale, gate and of the stream's gradient."""
 
@@ -71,12 +77,12 @@ def reference_norm(x_BLD: Tensor, modulation: Modulation, eps: float) -> Tensor:
     return (normal * (modulation.base + scale) + shift).to(x_BLD.dtype)
 
 
-def modulated_norm(x_BLD: Tensor, modulation: Modulation, eps: float) -> Tensor:
-    """Normalize, shift and scale."""
+def modulated_norm(x_BLD: Tensor, modulation: Modulation, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the stream as it is, for all later uses, and it normalized, shifted and scaled."""
     x_BLD = _checked(x_BLD)
     shift, scale = _samples(x_BLD, modulation.shift_BD), _samples(x_BLD, modulation.scale_BD)
-    y: Tensor = _norm(x_BLD, None, None, None, shift, scale, modulation.base, eps)[1]
-    return y
+    both: tuple[Tensor, Tensor] = _Norm.apply(x_BLD, shift, scale, modulation.base, eps)
+    return both
 
 
 def add_modulated_norm(
@@ -124,21 +130,30 @@ def _parts(x_BLD: Tensor, branch: ResidualBranch) -> tuple[Tensor, Tensor | None
 
 
 class ModulationTiling(NamedTuple):
-    """A program's share of the tokens of a sample."""
+    """How tokens are divided over programs."""
 
     block: int
     """The width, rounded up to a power of two."""
-    warps: int
+    tokens: int
+    """Consecutive tokens of a program of the forward pass, which reads a sample's modulation once for all of them."""
     chunks: int
-    """Programs per sample."""
-    stages: int
+    """Programs of the backward pass per sample."""
+    warps: int
+    """Of a program of the backward pass."""
 
 
 def tiling(samples: int, tokens: int, width: int) -> ModulationTiling:
-    """8 elements per thread: one 16-byte load of bfloat16 per tensor, beside the sums in registers."""
+    """Forward, 16 elements per thread; backward, 16 warps per multiprocessor of an H200, but 8 to 16 elements."""
     block = 1 << (width - 1).bit_length()
     chunks = max(1, min(tokens, -(-PROGRAMS // samples)))
-    return ModulationTiling(block, max(1, min(16, block // 256)), chunks, 3)
+    fitting = 8 * PROGRAMS // (samples * chunks)
+    warps = max(1, block // 512, min(block // 256, 1 << fitting.bit_length() - 1 if fitting else 1))
+    return ModulationTiling(block, max(1, min(8, samples * tokens // FORWARD_PROGRAMS)), chunks, min(16, warps))
+
+
+def forward_warps(block: int) -> int:
+    """Return warps of a program of the forward pass."""
+    return max(1, min(16, block // 512))
 
 
 # -- kernels
@@ -159,31 +174,38 @@ def _forward_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
     NORM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    sample = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    sample = (row // tokens) * WIDTH + column
-    x = tl.load(x_ptr + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
-    if ADD:
-        added = tl.load(branch_ptr + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
-        if GATED:
-            added = added * tl.load(gate_ptr + sample, mask=inside, other=0)
-        rounded = (x + added).to(x_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * WIDTH + column, rounded, mask=inside)
-        x = rounded.to(tl.float32)
+    if GATED:
+        gate = tl.load(gate_ptr + sample * WIDTH + column, mask=inside, other=0)
     if NORM:
-        mean = tl.sum(x, axis=0) / WIDTH
-        away = tl.where(inside, x - mean, 0.0)
-        rstd = 1 / tl.sqrt(tl.sum(away * away, axis=0) / WIDTH + eps)
-        tl.store(statistics_ptr + 2 * row, mean)
-        tl.store(statistics_ptr + 2 * row + 1, rstd)
-        shift = tl.load(shift_ptr + sample, mask=inside, other=0)
-        scale = tl.load(scale_ptr + sample, mask=inside, other=0)
-        tl.store(y_ptr + row * WIDTH + column, away * rstd * (base + scale) + shift, mask=inside)
+        shift = tl.load(shift_ptr + sample * WIDTH + column, mask=inside, other=0)
+        scale = base + tl.load(scale_ptr + sample * WIDTH + column, mask=inside, other=0)
+    first = tl.program_id(0) * TOKENS
+    for token in tl.range(first, tl.minimum(first + TOKENS, tokens), num_stages=STAGES):
+        row = sample * tokens + token
+        x = tl.load(x_ptr + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
+        if ADD:
+            added = tl.load(branch_ptr + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
+            if GATED:
+                added = added * gate
+            rounded = (x + added).to(x_ptr.dtype.element_ty)
+            tl.store(sum_ptr + row * WIDTH + column, rounded, mask=inside)
+            x = rounded.to(tl.float32)
+        if NORM:
+            mean = tl.sum(x, axis=0) / WIDTH
+            away = tl.where(inside, x - mean, 0.0)
+            rstd = 1 / tl.sqrt(tl.sum(away * away, axis=0) / WIDTH + eps)
+            tl.store(statistics_ptr + 2 * row, mean)
+            tl.store(statistics_ptr + 2 * row + 1, rstd)
+            tl.store(y_ptr + row * WIDTH + column, away * rstd * scale + shift, mask=inside)
 
 
 @triton.jit
@@ -240,7 +262,8 @@ def _backward_kernel(
             branch = tl.load(branch_ptr + at, mask=inside, other=0).to(tl.float32)
             dgate += dsum * branch
             tl.store(dbranch_ptr + at, dsum * gate, mask=inside)
-        tl.store(dsum_ptr + at, dsum, mask=inside)
+        if NORM:  # else it is the gradient that was given
+            tl.store(dsum_ptr + at, dsum, mask=inside)
     out = partial_ptr + (sample * tl.num_programs(0) + tl.program_id(0)) * SUMS * WIDTH + column
     tl.store(out, dshift, mask=inside)
     tl.store(out + WIDTH, dscale, mask=inside)
@@ -266,11 +289,11 @@ def _norm(
     total, y, statistics = _outputs(x, branch, shift)
     (samples, tokens, width), cut = x.shape, tiling(*x.shape)
     if x.numel():
-        _forward_kernel[(samples * tokens,)](
+        _forward_kernel[(triton.cdiv(tokens, cut.tokens), samples)](
             x, x if branch is None else branch, x if gate is None else gate, x if shift is None else shift,
             x if scale is None else scale, total, y, statistics, tokens, base, eps,
-            WIDTH=width, BLOCK=cut.block, ADD=branch is not None, GATED=gate is not None, NORM=shift is not None,
-            num_warps=cut.warps,
+            WIDTH=width, BLOCK=cut.block, TOKENS=cut.tokens, ADD=branch is not None, GATED=gate is not None,
+            NORM=shift is not None, STAGES=STAGES, num_warps=forward_warps(cut.block),
         )  # fmt: skip
     return total, y, statistics
 
@@ -307,8 +330,9 @@ def _norm_backward(
     statistics: Tensor,
     base: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the stream and of a gated branch, and four sums per sample [B, 4, D]."""
-    dsum, dbranch, sums = _gradients(total, branch, gate)
+    """Return the gradients of the stream, if there is a norm, and of a gated branch, and four sums per sample
+    [B, 4, D]."""
+    dsum, dbranch, sums = _gradients(grad, total, branch, gate)
     (samples, tokens, width), cut = total.shape, tiling(*total.shape)
     if not total.numel():
         return dsum, dbranch, sums.zero_()
@@ -318,21 +342,24 @@ def _norm_backward(
         total if branch is None else branch, total if gate is None else gate, total if scale is None else scale,
         statistics, dsum, dbranch, partial, tokens, base,
         WIDTH=width, BLOCK=cut.block, GATED=gate is not None, NORM=grad is not None, MORE=grad_sum is not None,
-        SUMS=SUMS, STAGES=cut.stages, num_warps=cut.warps,
+        SUMS=SUMS, STAGES=STAGES, num_warps=cut.warps,
     )  # fmt: skip
-    torch.sum(partial, dim=1, out=sums)
+    sum_partials(partial, sums)
     return dsum, dbranch, sums
 
 
-def _gradients(total: Tensor, branch: Tensor | None, gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(
+    grad: Tensor | None, total: Tensor, branch: Tensor | None, gate: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dsum = total.new_empty(0) if grad is None else torch.empty_like(total)
     dbranch = total.new_empty(0) if branch is None or gate is None else torch.empty_like(branch)
     sums = torch.empty((total.shape[0], SUMS, total.shape[2]), dtype=torch.float32, device=total.device)
-    return torch.empty_like(total), dbranch, sums
+    return dsum, dbranch, sums
 
 
 @_norm_backward.register_fake
 def _(
-    _grad: Tensor | None,
+    grad: Tensor | None,
     _grad_sum: Tensor | None,
     total: Tensor,
     branch: Tensor | None,
@@ -341,33 +368,34 @@ def _(
     _statistics: Tensor,
     _base: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(total, branch, gate)
+    return _gradients(grad, total, branch, gate)
 
 
 # -- gradients
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, branch, gate, bias, shift, scale, base, _ = inputs
+    _, branch, gate, bias, shift, scale, base, _ = inputs
     total, _, statistics = output
-    ctx.save_for_backward(x if branch is None else total, branch if gate is not None else None, gate, scale, statistics)
-    ctx.adds, ctx.norms, ctx.base = None if branch is None else branch.dtype, shift is not None, base
+    assert branch is not None, "`_Norm` is for those without"
+    ctx.save_for_backward(total, branch if gate is not None else None, gate, scale, statistics)
+    ctx.adds, ctx.norms, ctx.base = branch.dtype, shift is not None, base
     ctx.bias = None if bias is None else bias.dtype
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_sum: Tensor | None, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_sum, grad = grad_sum if ctx.adds is not None else None, grad if ctx.norms else None
+    grad = grad if ctx.norms else None
     if grad_sum is None and grad is None:
         return (None,) * 8
     total, branch, gate, scale, statistics = ctx.saved_tensors
     dsum, dbranch, sums = _norm_backward(grad, grad_sum, total, branch, gate, scale, statistics, ctx.base)
+    if grad is None:
+        dsum = grad_sum
     dshift, dscale, dgate, whole = sums.unbind(1)
     dbias = None
     if ctx.bias is not None:
         dbias = (whole if gate is None else whole * gate).sum(0).to(ctx.bias)
-    if ctx.adds is None:
-        return dsum, None, None, None, dshift, dscale, None, None
     norm = (dshift, dscale) if grad is not None else (None, None)
     if gate is None:
         return dsum, dsum.to(ctx.adds), None, dbias, *norm, None, None
@@ -375,6 +403,25 @@ def _backward(ctx: Any, grad_sum: Tensor | None, grad: Tensor | None, _: Tensor 
 
 
 _norm.register_autograd(_backward, setup_context=_keep)
+
+
+class _Norm(torch.autograd.Function):
+    """A norm without a branch; the stream that it returns is a view, which an operator may not return."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_BLD: Tensor, shift_BD: Tensor, scale_BD: Tensor, base: float, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        _, y, statistics = _norm(x_BLD, None, None, None, shift_BD, scale_BD, base, eps)
+        ctx.save_for_backward(x_BLD, scale_BD, statistics)
+        ctx.base = base
+        return x_BLD.view_as(x_BLD), y
+
+    @staticmethod
+    def backward(ctx: Any, grad_sum: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_BLD, scale_BD, statistics = ctx.saved_tensors
+        dsum, _, sums = _norm_backward(grad, grad_sum, x_BLD, None, None, scale_BD, statistics, ctx.base)
+        return dsum, sums[:, 0], sums[:, 1], None, None
 
 
 # -- launches to compile ahead of time
@@ -389,10 +436,11 @@ def _launches(width: int, dtype: str, *, gated: bool, norm: bool, add: bool = Tr
     backward = {"grad_ptr": x, "grad_sum_ptr": x, "sum_ptr": x, "branch_ptr": x, "gate_ptr": single}
     backward |= {"scale_ptr": single, "statistics_ptr": single, "dsum_ptr": x, "dbranch_ptr": x}
     backward |= {"partial_ptr": single, "tokens": "i32", "base": "fp32"}
-    shared = {"WIDTH": width, "BLOCK": cut.block, "GATED": gated, "NORM": norm}
-    more = {"MORE": add, "SUMS": SUMS, "STAGES": cut.stages}
+    shared = {"WIDTH": width, "BLOCK": cut.block, "GATED": gated, "NORM": norm, "STAGES": STAGES}
+    more = {"MORE": add, "SUMS": SUMS}
+    first = {**shared, "ADD": add, "TOKENS": cut.tokens}
     return (
-        LaunchSpec(name, _forward_kernel, forward, {**shared, "ADD": add}, warps=cut.warps),
+        LaunchSpec(name, _forward_kernel, forward, first, warps=forward_warps(cut.block)),
         LaunchSpec(f"{name}_backward", _backward_kernel, backward, {**shared, **more}, warps=cut.warps),
     )
 

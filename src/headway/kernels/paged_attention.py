@@ -4,121 +4,35 @@ Keys and values of a layer are pages of a fixed number of tokens, shared by all 
 pages. A pass brings T new tokens of S sequences, one sequence after another; each query attends to its sequence's
 tokens up to its own, or to the last `window` of them.
 
-In PyTorch, the reference, which CPUs use: decoding sequences are gathered and padded to the longest of them, the
-others run one by one.
+    paged_triton.py                 GPUs
+    latent_attention.py             GPUs, where keys and values are one latent vector per token
+    batch_invariant_attention.py    CPUs in exact mode; on GPUs, the first has the bits of training, too
+    paged_reference.py              everything else
+    fresh_attention                 long prompts of one length, whose pass has all of their keys: PyTorch's, no pages
 
-In Triton, for GPUs: a program has some queries of one sequence, those of all query heads that share a key head, and
-goes through the pages with an online softmax. So every key is read once per key head. If there are too few programs
-for the device, as in decoding of a few long sequences, each sequence's keys are split among several, whose partial
-results a second kernel joins. It is bound by the memory that keys and values take in decoding, by products in prefill.
-
-Shapes, besides those of `models/`: T tokens of the pass, S sequences, P pages, Z tokens of a page, A all tokens that a
-sequence keeps.
+Shapes are those of `paged_batch.py`.
 """
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headway.kernels import dispatch
-from headway.kernels.batch_invariant_attention import TilePlan, plan_tiles, tiled_attention
-from headway.kernels.pointer_table import uploaded
-from headway.kernels.triton_compat import runs_on, tl, triton
-
-
-@dataclass(frozen=True)
-class PagedBatch:
-    """Which sequences the tokens of a pass belong to, and where these keep their keys and values."""
-
-    starts: tuple[int, ...]
-    """Of each sequence: its first token in the pass; at the end, T."""
-    lengths: tuple[int, ...]
-    """Of each sequence: its tokens in the cache, those of the pass included."""
-    starts_S1: Tensor
-    """`starts` on the device, int32."""
-    lengths_S: Tensor
-    """`lengths` on the device, int32."""
-    tables_SP: Tensor
-    """Pages of each sequence in order, int32; whatever is beyond its length is not read."""
-    slots_T: Tensor
-    """Where each token's key and value go: page * Z + place in it, int64."""
-    _programs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _plans: dict[int, TilePlan] = field(default_factory=dict)
-    _spans: "dict[tuple[int, ...], KeySpan]" = field(default_factory=dict)
-
-    @property
-    def fresh(self) -> bool:
-        """Whether all sequences begin with this pass, with as many tokens each, and long: it has all their keys."""
-        return (
-            len(set(self.lengths)) == 1 and len(self.slots_T) == sum(self.lengths) and self.lengths[0] >= FRESH_TOKENS
-        )
-
-    def tiles(self, share: int, page: int) -> TilePlan:
-        """Return the plan of batch-invariant attention, with so many query heads per key head; made once per pass."""
-        if share not in self._plans:
-            starts, lengths = np.array(self.starts), np.array(self.lengths)
-            places_A = np.arange(lengths.max())
-            slots_SA = self.tables_SP.cpu().numpy().astype(np.int64)[:, places_A // page] * page + places_A % page
-            self._plans[share] = plan_tiles(starts[:-1], np.diff(starts), lengths, slots_SA, share)
-        return self._plans[share]
-
-    def programs(self, queries: int) -> tuple[Tensor, Tensor]:
-        """Return the sequence and the first query of each program that has so many queries; made once per pass."""
-        if queries not in self._programs and len(self.slots_T) == len(self.lengths):  # one token each
-            numbers = torch.arange(len(self.lengths), dtype=torch.int32, device=self.slots_T.device)
-            self._programs[queries] = numbers, torch.zeros_like(numbers)
-        if queries not in self._programs:
-            spans = list(enumerate(zip(self.starts, self.starts[1:], strict=False)))
-            pairs = [(i, first) for i, (start, end) in spans for first in range(0, end - start, queries)]
-            numbers = uploaded(np.array(pairs, dtype=np.int32).T.copy(), self.slots_T.device)
-            self._programs[queries] = numbers[0], numbers[1]
-        return self._programs[queries]
-
-
-@dataclass(frozen=True)
-class KeySpan:
-    """What some sequences of a pass, with equally many queries each, attend to; the same in all layers."""
-
-    pages: Tensor
-    """Pages of all sequences, one after another, as many of each."""
-    hidden_SMA: Tensor
-    """Added to the scores: 0 where a query attends, else minus infinity."""
-
-
-FRESH_TOKENS = 1024
-"""Length from which prompts have attention of their own, without pages. The library plans for each shape anew, which
-takes longer than it saves for shorter ones of many lengths."""
-
-
-def fresh_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: PagedBatch, scale: float) -> Tensor:
-    """Return causal attention [T, N, H] of sequences that begin with this pass, all of the same length, by PyTorch's
-    fastest kernel."""
-    q, k, v = (x.unflatten(0, (len(batch.lengths), -1)).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
-    return _causal(q, k, v, scale).transpose(1, 2).flatten(0, 1)
-
-
-def _causal(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, scale: float) -> Tensor:
-    with sdpa_kernel(list(FASTEST_CAUSAL), set_priority=True):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q_BNLH, k_BKLH, v_BKLH, is_causal=True, scale=scale, enable_gqa=True
-        )
-
-
-FASTEST_CAUSAL = (
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
+from headway.kernels.batch_invariant_attention import tiled_attention
+from headway.kernels.dispatch import DispatchRow, KernelChoice
+from headway.kernels.latent_attention import is_latent, latent_attention, takes_latent
+from headway.kernels.paged_batch import PagedBatch
+from headway.kernels.paged_reference import reference
+from headway.kernels.paged_triton import takes_heads, triton_attention
 
 
 def store(k_TKH: Tensor, pages_PZKH: Tensor, slots_T: Tensor) -> None:
     """Write keys or values of a pass into their pages."""
-    pages_PZKH.flatten(0, 1).index_copy_(0, slots_T, k_TKH.to(pages_PZKH.dtype))
+    k_TKH, size = k_TKH.to(pages_PZKH.dtype), pages_PZKH.shape[1]
+    if pages_PZKH.is_contiguous():
+        pages_PZKH.flatten(0, 1).index_copy_(0, slots_T, k_TKH)
+    else:
+        pages_PZKH[slots_T // size, slots_T % size] = k_TKH
 
 
 def paged_attention(
@@ -143,470 +57,52 @@ def paged_attention(
     if exact:
         plan = batch.tiles(q_TNH.shape[1] // keys_PZKH.shape[2], keys_PZKH.shape[1])
         return tiled_attention(q_TNH, keys_PZKH.flatten(0, 1), values_PZKU.flatten(0, 1), plan, scale, window)
-    if q_TNH.device.type == "cuda" and takes_heads(q_TNH.device, q_TNH.shape[-1], values_PZKU.shape[-1]):
+    latent = is_latent(keys_PZKH, values_PZKU) and window is None and softcap is None and sinks_N is None
+    kernel = choose(q_TNH.device, q_TNH.shape[-1], values_PZKU.shape[-1], latent=latent).kernel
+    if kernel == "latent":
+        return latent_attention(q_TNH, keys_PZKH, batch, scale, values_PZKU.shape[-1])
+    if kernel == "triton":
         return triton_attention(q_TNH, keys_PZKH, values_PZKU, batch, scale, window, softcap, sinks_N)
     return reference(q_TNH, keys_PZKH, values_PZKU, batch, scale, window, softcap, sinks_N)
 
 
-def reference(
-    q_TNH: Tensor,
-    keys_PZKH: Tensor,
-    values_PZKU: Tensor,
-    batch: PagedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
-    """The same in PyTorch."""
-    y_TNU = q_TNH.new_empty(*q_TNH.shape[:2], values_PZKU.shape[-1])
-    counts = [end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False)]
-    decoding = [i for i, count in enumerate(counts) if count == 1]
-    for i, count in enumerate(counts):
-        if count == 1 and len(decoding) > 1:
-            continue
-        rows = slice(batch.starts[i], batch.starts[i + 1])
-        y_TNU[rows] = _attend(
-            q_TNH[rows].unsqueeze(0), keys_PZKH, values_PZKU, batch, [i], count, scale, window, softcap, sinks_N
-        )[0]
-    if len(decoding) > 1:
-        every = len(decoding) == len(counts)
-        rows_S = ... if every else torch.tensor([batch.starts[i] for i in decoding], device=q_TNH.device)
-        y_SNU = _attend(
-            q_TNH[rows_S].unsqueeze(1), keys_PZKH, values_PZKU, batch, decoding, 1, scale, window, softcap, sinks_N
-        )[:, 0]
-        y_TNU[rows_S] = y_SNU
-    return y_TNU
+def choose(device: torch.device, key_dim: int, value_dim: int, *, latent: bool = False) -> KernelChoice:
+    """Choose by device and sizes of a cached key and value; `latent` values are parts of the keys."""
+    if device.type not in dispatch.devices:
+        return KernelChoice("pytorch", "Triton's kernels are for GPUs")
+    if latent and takes_latent(device, key_dim, value_dim):
+        return KernelChoice("latent", "a vector is read once, as key and as value, for all heads")
+    if takes_heads(device, key_dim, value_dim):
+        return KernelChoice("triton", "a key is read once for the query heads that share it, where its page is")
+    return KernelChoice("pytorch", "no kernel takes these sizes, or Triton is not installed")
 
 
-def _attend(
-    q_SLNH: Tensor,
-    keys_PZKH: Tensor,
-    values_PZKU: Tensor,
-    batch: PagedBatch,
-    chosen: list[int],
-    count: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_N: Tensor | None,
-) -> Tensor:
-    """Attention of `count` queries of each chosen sequence: [S, L, N, U]."""
-    heads, share = keys_PZKH.shape[2], q_SLNH.shape[2] // keys_PZKH.shape[2]
-    key = (*chosen, share, window or 0)
-    if key not in batch._spans:
-        batch._spans[key] = _span(batch, chosen, count, share, keys_PZKH.shape[1], window)
-    span = batch._spans[key]
-    k_SKAH, v_SKAU = (_gathered(pages, span.pages, len(chosen)) for pages in (keys_PZKH, values_PZKU))
-    # Query heads that share a key head become queries of it, so that no key is copied.
-    q_SKMH = q_SLNH.unflatten(2, (heads, share)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    if softcap is None and sinks_N is None:
-        y_SKMU = torch.nn.functional.scaled_dot_product_attention(
-            q_SKMH, k_SKAH, v_SKAU, attn_mask=span.hidden_SMA.to(q_SKMH.dtype), scale=scale
+def rows(device: str) -> list[DispatchRow]:
+    """Return the choices for heads of 128, and for DeepSeek-V3's latent vectors."""
+    of = torch.device(device)
+    return [
+        DispatchRow("attention", "pages of a cache", choose(of, 128, 128)),
+        DispatchRow("attention", "latent vectors in pages", choose(of, 576, 512, latent=True)),
+    ]
+
+
+def fresh_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    """Return causal attention [T, N, H] of sequences that begin with this pass, all of the same length, by PyTorch's
+    fastest kernel."""
+    q, k, v = (x.unflatten(0, (len(batch.lengths), -1)).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
+    return _causal(q, k, v, scale).transpose(1, 2).flatten(0, 1)
+
+
+def _causal(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, scale: float) -> Tensor:
+    with sdpa_kernel(list(FASTEST_CAUSAL), set_priority=True):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q_BNLH, k_BKLH, v_BKLH, is_causal=True, scale=scale, enable_gqa=True
         )
-    else:
-        y_SKMU = _plain(q_SKMH, k_SKAH, v_SKAU, span.hidden_SMA, scale, softcap, sinks_N)
-    return y_SKMU.unflatten(2, (count, share)).permute(0, 2, 1, 3, 4).flatten(2, 3)
 
 
-def _span(batch: PagedBatch, chosen: list[int], count: int, share: int, size: int, window: int | None) -> KeySpan:
-    """Return the pages and the mask of the chosen sequences' last `count` queries, `share` heads of each."""
-    shortest, longest = (pick(batch.lengths[i] for i in chosen) for pick in (min, max))
-    first = 0 if window is None else max(shortest - count + 1 - window, 0) // size
-    pages_SP, lengths_S = batch.tables_SP[:, first : -(-longest // size)], batch.lengths_S
-    if len(chosen) < len(batch.lengths):
-        pages_SP, lengths_S = pages_SP[chosen], lengths_S[chosen]
-    device = lengths_S.device
-    places_A = torch.arange(first * size, (first + pages_SP.shape[1]) * size, device=device)
-    last_SL1 = (lengths_S.unsqueeze(1) - count + torch.arange(count, device=device)).unsqueeze(2)
-    hidden_SLA = places_A > last_SL1
-    if window is not None:
-        hidden_SLA |= places_A <= last_SL1 - window
-    added_SLA = torch.zeros(hidden_SLA.shape, device=device).masked_fill_(hidden_SLA, float("-inf"))
-    return KeySpan(pages_SP.flatten(), added_SLA.repeat_interleave(share, dim=1).unsqueeze(1))
-
-
-def _gathered(pages_PZKH: Tensor, pages: Tensor, sequences: int) -> Tensor:
-    """Return the keys or values of some pages, [S, K, A, H]."""
-    rows = pages_PZKH.index_select(0, pages)
-    return rows.view(sequences, -1, *rows.shape[2:]).transpose(1, 2)
-
-
-def _plain(
-    q_SKMH: Tensor,
-    k_SKAH: Tensor,
-    v_SKAU: Tensor,
-    hidden_SMA: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks_N: Tensor | None,
-) -> Tensor:
-    """Attention with all scores in memory, with a soft cap or sinks."""
-    scores_SKMA = (q_SKMH @ k_SKAH.transpose(-1, -2)).float() * scale
-    if softcap is not None:
-        scores_SKMA = softcap * torch.tanh(scores_SKMA / softcap)
-    scores_SKMA = scores_SKMA + hidden_SMA
-    if sinks_N is None:
-        return scores_SKMA.softmax(dim=-1).to(v_SKAU.dtype) @ v_SKAU
-    sequences, heads, queries, _ = scores_SKMA.shape
-    share = len(sinks_N) // heads
-    sinks_KM = sinks_N.float().view(heads, 1, share).expand(heads, queries // share, share).flatten(1)
-    sinks_SKM1 = sinks_KM.view(1, heads, queries, 1).expand(sequences, -1, -1, -1)
-    weights_SKMA = torch.cat((scores_SKMA, sinks_SKM1), dim=-1).softmax(dim=-1)[..., :-1]
-    return weights_SKMA.to(v_SKAU.dtype) @ v_SKAU
-
-
-# -- Triton
-
-WIDEST = 256
-"""Of a head: wider ones, as latent vectors, do not fit into a program's registers."""
-
-
-def takes_heads(device: torch.device, key_dim: int, value_dim: int) -> bool:
-    """Whether the kernel takes heads of these sizes."""
-    return runs_on(device) and key_dim == value_dim <= WIDEST
-
-
-class PagedTiling(NamedTuple):
-    """A program's share of the work."""
-
-    queries: int
-    """Tokens of a program."""
-    rows: int
-    """Rows of its products: tokens times query heads that share a key head, at least 16."""
-    keys: int
-    """Keys at a time."""
-    splits: int
-    """Programs that share a sequence's keys at most."""
-    warps: int
-    stages: int = 3
-    """Of the pipeline that loads keys and values."""
-    least: int = 64
-    """Keys of a split at least: short sequences have fewer splits."""
-
-
-EXACT_KEYS = 64
-"""Keys of a tile in exact mode, where training and every pass of inference sum in the same order."""
-
-
-def cut(
-    batch: PagedBatch, share: int, key_heads: int, head: int, processors: int, *, exact: bool = False
-) -> PagedTiling:
-    """Choose the tiling: one token per program in decoding; as many as fill 64 rows in prefill."""
-    longest_query = max(end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False))
-    keys = EXACT_KEYS if head <= 128 or exact else 32
-    if longest_query > 1:
-        rows = max(64 if head <= 128 else 32, _power_of_two(share))
-        return PagedTiling(rows // _power_of_two(share), rows, keys, 1, 4)
-    rows, programs = max(16, _power_of_two(share)), len(batch.lengths) * key_heads
-    if exact:
-        return PagedTiling(1, rows, keys, 1, 2)
-    splits, longest = 1, max(batch.lengths)
-    while programs * splits < 2 * processors and longest >= keys * splits * 2 and splits < 32:
-        splits *= 2
-    return PagedTiling(1, rows, keys, splits, 2, 3, keys)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-@triton.jit
-def _sum_of_pairs(x):
-    """Sum rows by adding their halves, again and again: a reduction's order depends on how threads share a tile out."""
-    for _ in tl.static_range(8):
-        if x.shape[1] > 1:
-            x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 1)
-    return tl.reshape(x, [x.shape[0]])
-
-
-@triton.jit
-def _attend_tiles(
-    q, acc, total, peak, low, high, last, position, table_ptr, k_ptr, v_ptr, scale, softcap, window,
-    k_stride_p, k_stride_z, v_stride_p, v_stride_z,
-    HEAD: tl.constexpr, HEAD_2: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, IEEE: tl.constexpr, ORDERED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Go through the tiles of keys from `low` to `high`; without MASKED, every query sees all of them.
-
-    If ORDERED, the weights of all tiles are added up by place in their tile: `_sum_of_pairs` joins them at the end.
-    """
-    size = tl.arange(0, HEAD_2)
-    for tile in range(low, high, KEYS):
-        place = tile + tl.arange(0, KEYS)
-        inside = place < last
-        if PAGE == 0:  # keys lie one after another
-            k_at, v_at = place.to(tl.int64) * k_stride_z, place.to(tl.int64) * v_stride_z
-        elif PAGE % KEYS == 0:
-            page = tl.load(table_ptr + tile // PAGE).to(tl.int64)
-            k_at = page * k_stride_p + (place % PAGE) * k_stride_z
-            v_at = page * v_stride_p + (place % PAGE) * v_stride_z
-        else:
-            if MASKED:
-                page = tl.load(table_ptr + place // PAGE, mask=inside, other=0).to(tl.int64)
-            else:
-                page = tl.load(table_ptr + place // PAGE).to(tl.int64)
-            k_at = page * k_stride_p + (place % PAGE) * k_stride_z
-            v_at = page * v_stride_p + (place % PAGE) * v_stride_z
-        if MASKED:
-            k = tl.load(k_ptr + k_at[None, :] + size[:, None], mask=inside[None, :] & (size < HEAD)[:, None], other=0.0)
-        elif HEAD == HEAD_2:
-            k = tl.load(k_ptr + k_at[None, :] + size[:, None])
-        else:
-            k = tl.load(k_ptr + k_at[None, :] + size[:, None], mask=(size < HEAD)[:, None], other=0.0)
-        if IEEE:
-            scores = tl.dot(q, k, input_precision="ieee")
-        else:
-            scores = tl.dot(q, k)
-        factor = scale * 1.4426950408889634
-        if CAPPED:
-            scores = softcap * (2 / (1 + tl.exp(-2 * scores * scale / softcap)) - 1)
-            factor = 1.4426950408889634
-        if MASKED:
-            seen = (place[None, :] <= position[:, None]) & inside[None, :]
-            if WINDOWED:
-                seen = seen & (place[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
-        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # nothing seen yet
-        # Written as one operation: else the compiler joins them here or there, and bits differ between both loops.
-        weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.zeros_like(scores) - base[:, None]))
-        shrink = tl.exp2(peak - base)
-        if MASKED:
-            v = tl.load(v_ptr + v_at[:, None] + size[None, :], mask=inside[:, None] & (size < HEAD)[None, :], other=0.0)
-        elif HEAD == HEAD_2:
-            v = tl.load(v_ptr + v_at[:, None] + size[None, :])
-        else:
-            v = tl.load(v_ptr + v_at[:, None] + size[None, :], mask=(size < HEAD)[None, :], other=0.0)
-        if ORDERED:
-            total = tl.fma(total, tl.zeros_like(total) + shrink[:, None], weights)
-        else:
-            total = total * shrink + tl.sum(weights, 1)
-        if IEEE:
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        else:
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-        peak = new_peak
-    return acc, total, peak
-
-
-# Counts differ from pass to pass: a kernel compiled for each kind of number would take seconds amid serving.
-@triton.jit(do_not_specialize=["window", "tables_stride", "tokens"])
-def _paged_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, peak_ptr, total_ptr, sinks_ptr, program_sequence_ptr,
-    program_first_ptr, starts_ptr, lengths_ptr, tables_ptr, scale, softcap, window,
-    q_stride_t, q_stride_n, k_stride_p, k_stride_z, k_stride_k, v_stride_p, v_stride_z, v_stride_k,
-    out_stride_t, out_stride_n, tables_stride, heads, tokens,
-    SHARE: tl.constexpr, SHARE_2: tl.constexpr, HEAD: tl.constexpr, HEAD_2: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, SUNK: tl.constexpr, IEEE: tl.constexpr, ORDERED: tl.constexpr, SUMS: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    program, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence = tl.load(program_sequence_ptr + program)
-    first = tl.load(program_first_ptr + program)
-    start = tl.load(starts_ptr + sequence)
-    count = tl.load(starts_ptr + sequence + 1) - start
-    length = tl.load(lengths_ptr + sequence)
-
-    row = tl.arange(0, ROWS)
-    query = first + row // SHARE_2
-    share = row % SHARE_2
-    head = key_head * SHARE + share
-    real = (query < count) & (share < SHARE)
-    position = length - count + query
-    size = tl.arange(0, HEAD_2)
-    in_head = size < HEAD
-    token = (start + query).to(tl.int64)
-    q = tl.load(
-        q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_n + size[None, :],
-        mask=real[:, None] & in_head[None, :], other=0.0,
-    )  # fmt: skip
-
-    last = length - count + tl.minimum(first + ROWS // SHARE_2, count)  # one beyond the last key that a query sees
-    begin = 0
-    if WINDOWED:
-        begin = tl.maximum(length - count + first - window + 1, 0) // KEYS * KEYS
-    low, high = begin, last
-    if SPLITS > 1:
-        each = tl.maximum(tl.cdiv(tl.cdiv(last - begin, SPLITS), KEYS) * KEYS, LEAST)
-        low = begin + split * each
-        high = tl.minimum(low + each, last)
-
-    peak = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if ORDERED:
-        total = tl.zeros([ROWS, KEYS], tl.float32)
-    if SUNK:  # noqa: SIM102  (one is known when compiled, the other is not)
-        if split == 0:
-            peak = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-            total += 1.0
-    acc = tl.zeros([ROWS, HEAD_2], tl.float32)
-    if PAGE == 0:
-        k_ptr += start.to(tl.int64) * k_stride_z
-        v_ptr += start.to(tl.int64) * v_stride_z
-    k_ptr += key_head * k_stride_k
-    v_ptr += key_head * v_stride_k
-    table_ptr = tables_ptr + sequence.to(tl.int64) * tables_stride
-    # Tiles that all queries see come first; with a window there are none.
-    middle = low
-    if not WINDOWED:
-        middle = tl.minimum(high, length - count + first + 1) // KEYS * KEYS
-        middle = tl.maximum(middle, low)
-        acc, total, peak = _attend_tiles(
-            q, acc, total, peak, low, middle, high, position, table_ptr, k_ptr, v_ptr, scale, softcap, window,
-            k_stride_p, k_stride_z, v_stride_p, v_stride_z,
-            HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, ORDERED, False,
-        )  # fmt: skip
-    acc, total, peak = _attend_tiles(
-        q, acc, total, peak, middle, high, high, position, table_ptr, k_ptr, v_ptr, scale, softcap, window,
-        k_stride_p, k_stride_z, v_stride_p, v_stride_z,
-        HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, ORDERED, True,
-    )  # fmt: skip
-    if ORDERED:
-        total = _sum_of_pairs(total)
-
-    if SPLITS == 1:
-        if SUMS:
-            sums = (peak + tl.log2(tl.where(real, total, 1.0))) * 0.6931471805599453
-            tl.store(total_ptr + head * tokens + token, sums, mask=real)
-        acc = acc / tl.where(real, total, 1.0)[:, None]
-        tl.store(
-            out_ptr + token[:, None] * out_stride_t + head[:, None] * out_stride_n + size[None, :],
-            acc, mask=real[:, None] & in_head[None, :],
-        )  # fmt: skip
-    else:
-        place = split * tokens * heads + token * heads + head
-        tl.store(peak_ptr + place, peak, mask=real)
-        tl.store(total_ptr + place, total, mask=real)
-        tl.store(
-            parts_ptr + place[:, None] * HEAD + size[None, :], acc,
-            mask=(real & (low < high))[:, None] & in_head[None, :],
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _join_kernel(
-    parts_ptr, peak_ptr, total_ptr, out_ptr, rows,
-    HEAD: tl.constexpr, HEAD_2: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    size = tl.arange(0, HEAD_2)
-    peaks = tl.load(peak_ptr + split * rows + row)
-    totals = tl.load(total_ptr + split * rows + row)
-    share = tl.exp2(peaks - tl.max(peaks, 0))
-    parts = tl.load(
-        parts_ptr + (split[:, None] * rows + row) * HEAD + size[None, :],
-        mask=(peaks > -float("inf"))[:, None] & (size < HEAD)[None, :], other=0.0,
-    )  # fmt: skip
-    joined = tl.sum(parts * share[:, None], 0) / tl.sum(totals * share, 0)
-    tl.store(out_ptr + row * HEAD + size, joined, mask=size < HEAD)
-
-
-def triton_attention(
-    q_TNH: Tensor,
-    keys_PZKH: Tensor,
-    values_PZKH: Tensor,
-    batch: PagedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: Tensor | None = None,
-    tiling: PagedTiling | None = None,
-    *,
-    exact: bool = False,
-    early: bool = False,
-) -> Tensor:
-    """The same in Triton; if `exact`, a query has the same bits in every pass, and in `causal_attention`."""
-    tokens, heads, size = q_TNH.shape
-    key_heads = keys_PZKH.shape[2]
-    q_TNH = q_TNH.contiguous()
-    processors = _processors(q_TNH.device)
-    tiling = tiling or cut(batch, heads // key_heads, key_heads, size, processors, exact=exact)
-    sequences, firsts = batch.programs(tiling.queries)
-    out = torch.empty_like(q_TNH)
-    parts, peaks, totals = out, out, out
-    if tiling.splits > 1:
-        parts = torch.empty((tiling.splits, *q_TNH.shape), dtype=torch.float32, device=q_TNH.device)
-        peaks, totals = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q_TNH.device) for _ in range(2))
-    options = {"launch_pdl": True} if early else {}
-    _paged_kernel[len(sequences), key_heads, tiling.splits](
-        q_TNH, keys_PZKH, values_PZKH, out, parts, peaks, totals, q_TNH if sinks_N is None else sinks_N,
-        sequences, firsts, batch.starts_S1, batch.lengths_S, batch.tables_SP, scale, softcap or 0.0, window or 0,
-        *q_TNH.stride()[:2], *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], *out.stride()[:2],
-        batch.tables_SP.stride(0), heads, tokens,
-        PAGE=keys_PZKH.shape[1], ORDERED=exact, SUMS=False,
-        **_constants(q_TNH, heads // key_heads, tiling, window, softcap, sinks_N), EARLY=early, **options,
-    )  # fmt: skip
-    if tiling.splits > 1:
-        _join_kernel[(tokens * heads,)](
-            parts, peaks, totals, out, tokens * heads, HEAD=size, HEAD_2=max(16, _power_of_two(size)),
-            SPLITS=tiling.splits, EARLY=early, num_warps=1, **options,
-        )  # fmt: skip
-    return out
-
-
-def _constants(
-    q_TNH: Tensor,
-    share: int,
-    tiling: PagedTiling,
-    window: int | None,
-    softcap: float | None,
-    sinks_N: Tensor | None,
-) -> dict[str, int | bool]:
-    size = q_TNH.shape[-1]
-    return {
-        "SHARE": share, "SHARE_2": _power_of_two(share), "HEAD": size, "HEAD_2": max(16, _power_of_two(size)),
-        "ROWS": tiling.rows, "KEYS": tiling.keys, "SPLITS": tiling.splits, "LEAST": tiling.least,
-        "WINDOWED": window is not None, "CAPPED": softcap is not None, "SUNK": sinks_N is not None,
-        "IEEE": q_TNH.dtype == torch.float32, "num_warps": tiling.warps, "num_stages": tiling.stages,
-    }  # fmt: skip
-
-
-def causal_attention(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    starts_S1: Tensor,
-    programs: tuple[Tensor, Tensor],
-    scale: float,
-    window: int | None = None,
-    tiling: PagedTiling | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return attention within the documents of a row of tokens, with the bits of exact inference, and the log-sum-exp
-    of the scores [N, T].
-
-    Documents begin at `starts_S1` (int32; at the end, T); `programs` are the document and the first query of each
-    program, for `exact_tiling(...).queries` queries each.
-    """
-    tokens, heads, _ = q_TNH.shape
-    share = heads // k_TKH.shape[1]
-    tiling = tiling or exact_tiling(share)
-    out = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-    sums_NT = torch.empty(heads, tokens, dtype=torch.float32, device=q_TNH.device)
-    lengths_S = starts_S1.diff()
-    assert q_TNH.stride(2) == k_TKH.stride(2) == v_TKH.stride(2) == 1
-    _paged_kernel[len(programs[0]), k_TKH.shape[1], 1](
-        q_TNH, k_TKH, v_TKH, out, sums_NT, sums_NT, sums_NT, q_TNH, *programs, starts_S1, lengths_S,
-        starts_S1, scale, 0.0, window or 0, *q_TNH.stride()[:2], 0, *k_TKH.stride()[:2], 0, *v_TKH.stride()[:2],
-        *out.stride()[:2], 0, heads, tokens, PAGE=0, ORDERED=True, SUMS=True,
-        **_constants(q_TNH, share, tiling, window, None, None), EARLY=False,
-    )  # fmt: skip
-    return out, sums_NT
-
-
-def exact_tiling(share: int) -> PagedTiling:
-    """Return the tiling of whole documents."""
-    rows = max(64, _power_of_two(share))
-    return PagedTiling(rows // _power_of_two(share), rows, EXACT_KEYS, 1, 4 if rows == 64 else 8, 2)
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+FASTEST_CAUSAL = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)

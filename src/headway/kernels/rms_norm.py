@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.partial_sums import COLUMNS, ROWS, sum_kernel
 from headway.kernels.triton_compat import tl, triton, triton_op
 
 MAX_WIDTH = 16384
@@ -210,17 +211,6 @@ def _backward_kernel(
     tl.store(partial_ptr + tl.program_id(0) * WIDTH + column, tl.sum(dweight, axis=0), mask=column < WIDTH)
 
 
-@triton.jit
-def _sum_kernel(partial_ptr, out_ptr, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for first in range(0, count, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < count)[:, None] & (column < WIDTH)[None, :]
-        total += tl.load(partial_ptr + row[:, None] * WIDTH + column[None, :], mask=inside, other=0)
-    tl.store(out_ptr + column, tl.sum(total, axis=0), mask=column < WIDTH)
-
-
 # -- operators
 
 
@@ -345,9 +335,8 @@ def _rms_norm_backward(
         STAGES=cut.stages,
         num_warps=cut.warps,
     )
-    # 16 columns per program: a width of 2048 already fills all multiprocessors.
-    wrap_triton(_sum_kernel)[(-(-width // 16),)](
-        partial, dweight, cut.programs, WIDTH=width, ROWS=128, BLOCK=16, num_warps=4
+    wrap_triton(sum_kernel)[(-(-width // COLUMNS), 1)](
+        partial, dweight, cut.programs, WIDTH=width, ROWS=ROWS, BLOCK=COLUMNS, num_warps=4
     )
     return dx, dweight
 
@@ -428,10 +417,4 @@ AHEAD: tuple[LaunchSpec, ...] = (
     *_launches(3072, "bf16", "fp32", offset=1.0),
     *_launches(8192, "fp32", "fp32"),
     _launches(16384, "bf16", "bf16")[0],
-    LaunchSpec(
-        "rms_norm_sum_2048",
-        _sum_kernel,
-        {"partial_ptr": "*fp32", "out_ptr": "*fp32", "count": "i32"},
-        {"WIDTH": 2048, "ROWS": 128, "BLOCK": 16},
-    ),
 )

@@ -53,15 +53,15 @@ def _chunk_kernel(
     z = tl.load(logits_ptr + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
     peak = tl.max(z, 0)
     base = tl.where(peak == -float("inf"), 0.0, peak)
-    temperature = tl.load(logprob_temperature_ptr + row * temperature_stride)
+    colder = 1.0 / tl.load(logprob_temperature_ptr + row * temperature_stride)  # products are cheaper than divisions
     place = row * chunks + chunk
     tl.store(peaks_ptr + place, peak)
-    tl.store(counted_ptr + place, tl.sum(tl.exp((z - base) / temperature), 0))
+    tl.store(counted_ptr + place, tl.sum(tl.exp((z - base) * colder), 0))
     if DRAWS:
         drawn = tl.load(draw_temperature_ptr + row * temperature_stride)
-        drawn = tl.where(drawn > 0, drawn, 1.0)
+        drawn = 1.0 / tl.where(drawn > 0, drawn, 1.0)
         allowed = column < vocabulary
-        tl.store(sampled_ptr + place, tl.sum(tl.where(allowed, tl.exp((z - base) / drawn), 0.0), 0))
+        tl.store(sampled_ptr + place, tl.sum(tl.where(allowed, tl.exp((z - base) * drawn), 0.0), 0))
         within = tl.where(allowed, z, -float("inf"))
         highest = tl.max(within, 0)
         first = tl.min(tl.where((within == highest) & allowed, column, 2147483647), 0)

@@ -28,6 +28,8 @@ from headway.kernels.triton_compat import runs_on, tl, triton
 MOST_ROWS = 256
 """Rows up to which this is about as fast as cuBLAS, or faster."""
 DEPTHS = (256, 128, 64, 32, 16)
+LEAST_PROGRAMS = 128
+"""Programs that a product has, if its columns suffice."""
 SHARED = 220 * 1024
 """Bytes of shared memory that the tiles of a program may take."""
 
@@ -55,21 +57,37 @@ def cut(rows: int, outputs: int, inputs: int, products: int = 1) -> LinearTiling
     """Choose a tiling, measured on an H200; `products` are made side by side."""
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64
     columns, depth, warps, stages = 64, 64, 4, 4
-    if rows <= 16:
-        columns, depth, stages = (32, 256, 3) if products > 1 else (32, 128, 5) if outputs <= 2048 else (64, 128, 4)
-    elif rows <= 64:
-        columns, depth, stages = (32, 128, 4) if outputs <= 16384 else (64, 64, 5)
+    if rows <= 16 and outputs > 16384:
+        depth = 128
+    elif rows <= 16:
+        columns, depth, stages = 32, 128, 5
+        if 2 * -(-outputs // columns) < LEAST_PROGRAMS:
+            columns, depth, warps, stages = 16, 256, 2, 4
+    elif outputs > 16384:
+        if rows > 128:
+            block, columns, warps, stages = 128, 256, 8, 3
+        elif rows > 64:
+            block, columns, warps, stages = 128, 128, 8, 4
+        else:
+            stages = 5
     elif products > 1:
-        block = 128
-    elif outputs > 32768:
-        block, columns, warps, stages = 128, 256, 8, 3
-    elif outputs <= 2048 or inputs >= 4096:
-        depth, stages = 128, 3
+        if rows > 128:
+            block, warps = 128, 8
+        elif rows <= 64:
+            columns, depth = 32, 128
+    else:
+        columns = _columns(-(-rows // block), outputs)
+        depth, stages = (64, 4) if rows > 128 and columns == 64 and inputs < 4096 else (128, 3 if columns == 64 else 4)
     depth = next(d for d in DEPTHS if d <= depth and inputs % d == 0)
     # The first tiles of weights have a place of their own.
     while stages > 2 and 2 * depth * (stages * (block + products * columns) + products * columns) > SHARED:
         stages -= 1
     return LinearTiling(block, columns, depth, warps, stages)
+
+
+def _columns(blocks: int, outputs: int) -> int:
+    """Return as many columns as leave about a program per multiprocessor."""
+    return next((columns for columns in (64, 32) if blocks * -(-outputs // columns) >= LEAST_PROGRAMS), 16)
 
 
 # -- kernels

@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from headway.kernels import paged_attention
 from headway.kernels.dispatch import make_plain, rows
 
 
@@ -17,6 +18,7 @@ def main() -> None:
     make_plain(asked["plain"])
     dtype = getattr(torch, asked["dtype"])
     table = rows(asked["device"], dtype, compiled=asked["compiled"], exact=asked["exact"])
+    table += paged_attention.rows(asked["device"])
     print(json.dumps([{"operation": row.operation, "case": row.case, **row.choice._asdict()} for row in table]))
 
 

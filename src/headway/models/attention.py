@@ -44,6 +44,8 @@ CUDNN_FIRST = [
     SDPBackend.MATH,
 ]
 """In order of preference: a shape that cuDNN does not support goes to the next."""
+KEY_TILE, PROGRAMS, LEAST_QUERIES = 128, 132, 1024
+"""Of attention to few keys: see `query_parts`. Programs are one per multiprocessor of an H200."""
 
 
 class SplitAttention(Protocol):
@@ -212,6 +214,10 @@ def attend_all(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, grouped: bool) -> Tensor:
     causal = mask is None and q.shape[2] > 1
+    if mask is not None and grouped and q.is_cuda:
+        # With a mask, only PyTorch's plain path takes grouped heads: scores of all pairs in float32.
+        share = q.shape[1] // k.shape[1]
+        k, v, grouped = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1), False
     return nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
@@ -222,9 +228,14 @@ def attend_fully(q_BLNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, mask: Tensor | 
 
     A mask [B, 1, 1, S] is true where a token may be attended to.
     """
+    head, attention = q_BLNH.shape[-1], nn.functional.scaled_dot_product_attention
+    kernel = "sdpa" if mask is not None else choose(q_BLNH, head, masked=False, capped=False, sinks=False, full=True)
+    parts = query_parts(*q_BLNH.shape[:3], keys=k_BSNH.shape[1]) if kernel in ("cudnn", "cudnn-flash") else 1
+    if parts > 1:
+        rows = q_BLNH.unflatten(1, (parts, -1)).flatten(0, 1)
+        k_BSNH, v_BSNH = (x.repeat_interleave(parts, dim=0) for x in (k_BSNH, v_BSNH))
+        return attend_fully(rows, k_BSNH, v_BSNH).unflatten(0, (-1, parts)).flatten(1, 2)
     q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BSNH, v_BSNH))
-    head, attention = q.shape[-1], nn.functional.scaled_dot_product_attention
-    kernel = "sdpa" if mask is not None else choose(q, head, masked=False, capped=False, sinks=False, full=True)
     if kernel == "cudnn":
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):
             return attention(q, k, v).transpose(1, 2)
@@ -233,6 +244,19 @@ def attend_fully(q_BLNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, mask: Tensor | 
         return repeatable_attention.attention(q, k, v)
     y: Tensor = attention(q, k, v, attn_mask=mask)
     return y.transpose(1, 2)
+
+
+def query_parts(samples: int, queries: int, heads: int, keys: int) -> int:
+    """Return the number of equal parts in which queries attend, each as a sample of its own.
+
+    The backward pass has a program per KEY_TILE keys, head and sample, which goes over all queries: few keys, as those
+    of a text, leave most of a GPU idle. On an H200, it has 193 TFLOP/s with 17,160 queries of 512 keys and 12 heads,
+    where self-attention has 565. Each part stores its own copy of the keys and values, 3 MB of those; so there are no
+    more than run at once.
+    """
+    programs = samples * heads * -(-keys // KEY_TILE)
+    most = min(PROGRAMS // programs, queries // LEAST_QUERIES)
+    return next((parts for parts in range(most, 1, -1) if queries % parts == 0), 1)
 
 
 @cache

@@ -14,7 +14,7 @@ from headway.kernels import batch_invariant, exact_attention, few_rows
 from headway.kernels.batch_invariant_attention import plan_documents
 from headway.kernels.dispatch import exact_triton
 from headway.kernels.inputs import autocast, float32_product
-from headway.kernels.paged_attention import exact_tiling
+from headway.kernels.paged_triton import exact_tiling
 from headway.models.attention import BlockContext, Mask, choose, see, windows_of
 from headway.models.kv_cache import KvCache
 from headway.models.layers import Linear, RMSNorm

@@ -8,7 +8,7 @@ exact mode everything that a token passes through is batch-invariant, and the sa
                        kernels/batch_invariant.py                  kernels/exact_products.py
     attention          tiles of keys from the sequence's start, in one order for a whole sequence, any packing of
                        documents into rows, and pages
-                       kernels/batch_invariant_attention.py        kernels/exact_attention.py, paged_attention.py
+                       kernels/batch_invariant_attention.py        kernels/exact_attention.py, paged_triton.py
     positions          restart in every document
     norms, rotation    PyTorch's, which go row by row              Triton's, whatever the size of a tensor
     SiLU               by exp, whose bits do not depend on         Triton's

@@ -6,6 +6,9 @@ order. `kernels.dispatch.experts` chooses the kernel:
     device  precision, widths          kernel
     GPU     bfloat16, multiples of 8   grouped GEMM over all experts, without a host sync
     any     the rest                   loop over experts with tokens
+
+Where products are grouped and experts have no biases, all of a pass is one function (`models/fused_experts.py`, in
+float8 `models/fp8_experts.py`), but for exact mode and for experts that workers share out.
 """
 
 from collections.abc import Callable
@@ -15,10 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.kernels import batch_invariant
+from headway.kernels import batch_invariant, routing
 from headway.kernels import dispatch as table
+from headway.kernels.expert_codes import MOST_WIDTH
+from headway.models.fp8_experts import float8_experts
 from headway.models.fp8_grouped import grouped_linear
 from headway.models.fp8_linear import Float8Weights, linear
+from headway.models.fused_experts import fused_experts
 from headway.models.layers import Linear, gated, silu
 from headway.models.loss import autocast
 
@@ -31,10 +37,9 @@ Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 def softmax_top_k(logits_TE: Tensor, count: int, renormalize: bool = True) -> tuple[Tensor, Tensor]:
     """Choose the likeliest experts by probability, optionally renormalized."""
-    weights_TX, chosen_TX = logits_TE.float().softmax(dim=-1).topk(count, dim=-1)
-    if renormalize:
-        weights_TX = weights_TX / weights_TX.sum(dim=-1, keepdim=True)
-    return weights_TX, chosen_TX
+    if table.uses_triton("experts", logits_TE) and logits_TE.shape[1] <= routing.MOST_EXPERTS:
+        return routing.softmax_top_k(logits_TE, count, renormalize)
+    return routing.reference(logits_TE, count, renormalize)
 
 
 def top_k_softmax(logits_TE: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -58,6 +63,8 @@ class Experts(nn.Module):
     """Whether a token has the same bits in every batch: see `models/exact.py`."""
     fp8: Float8Weights | None = None
     """Their products in float8: see `models/fp8.py`."""
+    is_shared = False
+    """Whether other workers have some of them: see `parallel/expert.py`."""
     gate_bias: Tensor | None
     up_bias: Tensor | None
     down_bias: Tensor | None
@@ -84,6 +91,11 @@ class Experts(nn.Module):
         if x_TD.is_meta:  # rows per expert are unknown; only the shape matters
             return torch.empty_like(x_TD)
         x_TD = autocast(x_TD)
+        if self._is_fused(x_TD):
+            matrices = (self.gate, self.up, self.down)
+            if self.fp8 is not None:
+                return float8_experts(x_TD, weights_TX, chosen_TX, matrices, self.fp8)
+            return fused_experts(x_TD, weights_TX, chosen_TX, *(stack.to(x_TD.dtype) for stack in matrices))
         expert_N, order_N = chosen_TX.flatten().sort(stable=True)
         back_N = order_N.argsort()
         rows_ND = gather_rows(x_TD, order_N // chosen_TX.shape[1], back_N, chosen_TX.shape[1])
@@ -93,6 +105,12 @@ class Experts(nn.Module):
             return _summed(made_TXD * weights_TX.unsqueeze(-1)).to(made_TXD.dtype)
         with torch.autocast(x_TD.device.type, enabled=False):  # on GPUs it would sum a float32 copy
             return (made_TXD * weights_TX.unsqueeze(-1).to(made_TXD.dtype)).sum(dim=1)
+
+    def _is_fused(self, x_TD: Tensor) -> bool:
+        """Whether all of a pass is one function: experts are here, without biases, and products are grouped."""
+        plain = self.activation is swiglu and self.gate_bias is None and not self.is_shared
+        plain = plain and not self.exact and (self.fp8 is None or self.gate.shape[1] <= MOST_WIDTH)
+        return plain and len(x_TD) > 0 and self._kernel(x_TD.device, x_TD.dtype) == "grouped"
 
     def compute(self, rows_ND: Tensor, expert_N: Tensor) -> Tensor:
         """Apply to each row its expert, by number; rows are sorted by expert."""

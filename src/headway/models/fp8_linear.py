@@ -41,6 +41,8 @@ OBSERVED = (
     "gradient_overflow",
 )  # fmt: skip
 """What a layer observes, summed over the passes of a step."""
+SCALE_STRIDE = 4
+"""Numbers between two scales: cuBLAS takes a scale only at an address that is a multiple of 16 bytes."""
 SAMPLED_ROWS = 16
 """Rows that the shares are of, spread over a batch: 65,536 numbers at a width of 4,096."""
 
@@ -105,7 +107,7 @@ class TensorScales:
             begin += size
         self._places = torch.tensor(places, device=device)
         """The weights of each group, as often as a group may have some."""
-        self.scales = torch.ones(len(sizes), 1, 1, device=device)
+        self.scales = torch.ones(len(sizes), 1, SCALE_STRIDE, device=device)[..., :1]
 
     @torch.no_grad()
     def refresh(self, groups: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

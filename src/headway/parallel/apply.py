@@ -261,27 +261,13 @@ def parallelize_model(
         make_fp8(model, recipe.model, train.fp8, world.device, holds=holds)
 
     # this worker's stages
-    _, blocks = blocks_of(model, layout)
-    stages = StageSplit(model, (LocalStage(0, model, tuple(blocks)),))
-    stream = torch.Size(())
-    if pipeline.size > 1:
-        counts = stages_of(model, layout, parallel, pipeline.size)
-        check_pipeline(model, layout, counts)
-        stream = stream_shape(model, blocks[-1], microbatch, recipe.data.seq // context.size, cuts, tensor)
-        stages = split(model, layout, counts, pipeline)
-        tied = tie_group(world) if has_ties(model, layout) else None
-        shared = frozenset({*stages.lent, *(stages.borrowed or {})})
-        missing += ((shared, tied),) if tied is not None and shared else ()
+    stages, stream, tied = _stages(model, layout, recipe, world, microbatch, cuts)
+    missing += tied
 
     # each matrix, over the tensor axis
     vocabulary = None
     if cuts is not None:
-        assert world.mesh is not None
-        assert tensor.group is not None
-        partial_sums = cut_tensors(stages.model, cuts, world.mesh["tensor"], tensor)
-        if "whole-norm" in mutations:
-            partial_sums = frozenset(name for name in partial_sums if "norm" not in name)
-        missing += ((partial_sums, tensor.group),)
+        missing += _cut_matrices(stages.model, cuts, world, mutations)
         vocabulary = _shared_vocabulary(stages.model, cuts)
 
     # experts, over their axis
@@ -301,9 +287,7 @@ def parallelize_model(
     # activations, then kernels
     recompute([block for stage in stages.stages for block in stage.blocks], train.recompute, train.recompute_blocks)
     if recipe.compiles(world.device.type):
-        for stage in stages.stages:
-            for block in stage.blocks:
-                block.forward = torch.compile(block.forward)
+        _compile_blocks(stages)
 
     # parameters, over the data axes
     if world.fsdp_size > 1:
@@ -367,6 +351,41 @@ def _takes_documents(model: nn.Module) -> bool:
 
 def _named(documents: Tensor | None) -> dict[str, Tensor]:
     return {} if documents is None else {"documents": documents}
+
+
+def _stages(
+    model: nn.Module, layout: ModelLayout, recipe: Recipe, world: World, microbatch: int, cuts: TensorCuts | None
+) -> tuple[StageSplit, torch.Size, Missing]:
+    """Split the model into this worker's stages; return them, the shape of the stream between them, and what gradients
+    of tied parameters are still to be reduced over."""
+    pipeline, context = world.axis("pipeline"), world.axis("context")
+    _, blocks = blocks_of(model, layout)
+    if pipeline.size == 1:
+        return StageSplit(model, (LocalStage(0, model, tuple(blocks)),)), torch.Size(()), ()
+    counts = stages_of(model, layout, recipe.parallel or Parallel(), pipeline.size)
+    check_pipeline(model, layout, counts)
+    stream = stream_shape(model, blocks[-1], microbatch, recipe.data.seq // context.size, cuts, world.axis("tensor"))
+    stages = split(model, layout, counts, pipeline)
+    tied = tie_group(world) if has_ties(model, layout) else None
+    shared = frozenset({*stages.lent, *(stages.borrowed or {})})
+    return stages, stream, ((shared, tied),) if tied is not None and shared else ()
+
+
+def _cut_matrices(model: nn.Module, cuts: TensorCuts, world: World, mutations: Collection[str]) -> Missing:
+    """Split matrices over the tensor axis; return the parameters whose gradients are partial sums there."""
+    tensor = world.axis("tensor")
+    assert world.mesh is not None
+    assert tensor.group is not None
+    partial_sums = cut_tensors(model, cuts, world.mesh["tensor"], tensor)
+    if "whole-norm" in mutations:
+        partial_sums = frozenset(name for name in partial_sums if "norm" not in name)
+    return ((partial_sums, tensor.group),)
+
+
+def _compile_blocks(stages: StageSplit) -> None:
+    for stage in stages.stages:
+        for block in stage.blocks:
+            block.forward = torch.compile(block.forward)
 
 
 def stream_shape(

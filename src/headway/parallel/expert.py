@@ -31,6 +31,7 @@ def share_experts(model: nn.Module, mesh: DeviceMesh, axis: Axis) -> None:
         for name, parameter in list(experts._parameters.items()):
             if parameter is not None:
                 experts._parameters[name] = placed(parameter, Shard(0), mesh, axis)
+        experts.is_shared = True
         compute = partial(on_local, experts, experts.compute, local_values)
         experts.compute = partial(_elsewhere, compute, len(experts.gate), axis)  # type: ignore[method-assign]
 

@@ -105,7 +105,11 @@ def activation_bytes(
     else:
         assert arch.experts is not None, "a layer with experts belongs to a model with experts"
         routed = arch.experts.top_k / split * settings.imbalance
-        per_token += routed * (inner * arch.experts.hidden + (2 + low) * arch.dim)
+        if software.fused_experts:  # rows, gate and up; in float8 tokens in place of rows, and the activation's codes
+            kept = 4 * arch.experts.hidden + 2 * arch.dim if low == 2 else 5 * arch.experts.hidden
+            per_token += routed * kept
+        else:
+            per_token += routed * (inner * arch.experts.hidden + (2 + low) * arch.dim)
         per_token += inner * arch.experts.hidden * arch.experts.shared / split
     full = tokens * per_token * (shape.width / 2) + kept_bytes(arch, settings)
     if settings.recompute == "full":

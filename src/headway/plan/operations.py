@@ -188,6 +188,11 @@ def _elementwise(
         yield from _activation("shared activation", arch, inner, software)
     # tokens are gathered for their experts, and summed with their weights
     moved = routed * arch.dim * BF16
+    if software.fused_experts:  # each token is read or written once on the other side
+        tokens = moved / experts.top_k
+        again = routed * experts.hidden * BF16
+        yield from _memory("permute", 2 * (moved + tokens), 3 * moved + 2 * tokens + again, software, 4)
+        return
     yield from _memory("permute", moved * 5, moved * 5, software, 8)
 
 

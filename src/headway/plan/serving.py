@@ -23,6 +23,8 @@ SEQUENCES = 256
 """The engine's defaults: share of free memory that the KV cache takes, tokens per block, tokens per pass, sequences at
 a time. Repeated from `inference/text_engine.py`, which needs torch."""
 SHOWN_BATCHES = (1, 8, 64, 512, 4096)
+ENOUGH = 0.99
+"""Of the largest throughput: a smaller batch that reaches it is planned, since each sequence waits less there."""
 MOST_SEQUENCES = 2**24
 """Where the search for a compute-bound batch ends."""
 GIB = 2**30
@@ -157,13 +159,17 @@ def plan_serving(
     pass_tokens: int = PASS_TOKENS,
     price: float | None = None,
 ) -> ServingPlan:
-    """Plan a model's inference with the given number of concurrent sequences, by default as many as fit."""
+    """Plan a model's inference with the given number of concurrent sequences.
+
+    By default that is the smallest batch shown that reaches the throughput of the largest one that fits.
+    """
     arch, costs, dtype = model.architecture, model.costs, model.dtype
     chip = costs.cluster.chip
     memory = _checked_memory(name, model, load, concurrency)
-    batch = concurrency or memory.largest_batch
-    shown = sorted({*(size for size in SHOWN_BATCHES if size < memory.largest_batch), memory.largest_batch, batch})
+    sizes = {*(size for size in SHOWN_BATCHES if size < memory.largest_batch), memory.largest_batch}
+    shown = sorted(sizes if concurrency is None else {*sizes, concurrency})
     points = tuple(_point(model, load, size, pass_tokens) for size in shown)
+    planned = _smallest_fast(points) if concurrency is None else points[shown.index(concurrency)]
     prefill = merged(part for span in prefill_passes(load, pass_tokens=pass_tokens) for part in model.points(span))
     return ServingPlan(
         name=name,
@@ -173,11 +179,17 @@ def plan_serving(
         compute_bound_batch=_compute_bound_batch(arch, chip, load, dtype),
         ttft_s=sum(point.seconds for point in prefill),
         points=points,
-        planned=next(point for point in points if point.batch == batch),
+        planned=planned,
         prefill=prefill,
-        decode=model.points(_decoding(load, batch)),
+        decode=model.points(_decoding(load, planned.batch)),
         price=price if price is not None else costs.cluster.price_per_gpu_hour,
     )
+
+
+def _smallest_fast(points: Sequence[ServingPoint]) -> ServingPoint:
+    """Return the smallest batch with nearly the largest throughput."""
+    enough = ENOUGH * max(point.tokens_s for point in points)
+    return next(point for point in points if point.tokens_s >= enough)
 
 
 def _point(model: PassModel, load: ServingLoad, batch: int, pass_tokens: int) -> ServingPoint:

@@ -36,6 +36,8 @@ LOGIT_BYTES = 12
 """Of a logit in float32: written, and read twice."""
 PROGRAM_OUTPUTS, PROGRAM_ROWS = 32, 64
 """Exact mode: outputs and rows of a program that reads weights, since sums are not split."""
+SPAN_KEYS = 512
+"""Exact mode: keys of a program in decoding of few sequences."""
 LIBRARY_ROWS = 1024
 """Exact mode: multiples of so many rows are multiplied by cuBLAS, others by kernels that add up in order."""
 ORDERED_PRODUCTS = 0.6
@@ -49,7 +51,8 @@ not read. Measured with Llama 1B on an H200's host, and with no other model."""
 
 @dataclass(frozen=True)
 class EngineConstants:
-    """Measured on an H200: two with kernels alone, the others fitted by benchmarks/plan/fit_serving.py."""
+    """Measured on an H200: two with kernels alone, one by a profile, the others fitted by
+    benchmarks/plan/fit_serving.py."""
 
     weights: float = 0.94
     """Share of the chip's bandwidth at which products read weights: the head of 8B at 4.52 TB/s."""
@@ -59,11 +62,11 @@ class EngineConstants:
     """Share of the chip's peak that products sustain."""
     row_kernel_s: float = 2.38e-6
     """Floor of a kernel in a pass of one token."""
-    kernel_s: float = 4.12e-6
+    kernel_s: float = 4.17e-6
     """Floor of a kernel in any other pass."""
     host_s: float = 6.82e-6
-    """Host seconds per sequence of a round that the device waits for."""
-    program_bytes_s: float = 47.5e9
+    """Host seconds per sequence of a round that the device waits for: 0.25 s over 256 sequences, in shorter rounds."""
+    program_bytes_s: float = 36.2e9
     """Bytes per second that a program reads, which bounds exact mode where few programs have work."""
 
 
@@ -147,6 +150,8 @@ class _Timing:
         rate = self.constants.cache * self.chip.bandwidth_bytes_s
         if self.model.exact and self.decodes:
             programs = self.sequences * self.model.architecture.kv_heads
+            if programs < 2 * self.kernels.processors:
+                programs *= math.ceil(max(span.start + 1 for span in self.spans) / SPAN_KEYS)
             rate = min(rate, programs * self.constants.program_bytes_s)
         reading_s = operation.bytes / rate
         if operation.kind == "memory":

@@ -1,8 +1,8 @@
 """Plans a closed workload: requests that all arrive at once, until the last of them ends.
 
 The engine's schedule (`inference/scheduler.py`) by numbers of tokens: sequences that decode get a token each, prompts
-the rest of a pass; without prompts, several passes make a round, which ends where a sequence does. As all requests are
-known, passes between two ends are one sum: each takes as long as that of mean length.
+the rest of a pass; without prompts, several passes make a round, which ends where a sequence does if others wait for
+its place. As all requests are known, passes between two ends are one sum: each takes as long as that of mean length.
 """
 
 import heapq
@@ -134,7 +134,7 @@ class _Schedule:
             if chunks:
                 self._mixed_pass(chunks)
             else:
-                self._decoding_passes()
+                self._decoding_round(bool(waiting))
         return WorkloadForecast(
             requests=len(requests),
             prompt_tokens=sum(request.prompt for request in requests),
@@ -192,12 +192,26 @@ class _Schedule:
         heapq.heappush(self.ends, (self.passes + request.output - 1, request.length))
         self.lengths += request.prompt
 
-    def _decoding_passes(self) -> None:
-        """Run passes until the next sequence ends."""
-        batch, count = len(self.ends), self.ends[0][0] - self.passes
+    def _decoding_round(self, awaited: bool) -> None:
+        """Run rounds of passes until the next sequence ends, or one round in which some do, if nobody waits for their
+        places."""
+        until_end = self.ends[0][0] - self.passes
+        whole = until_end // MOST_STEPS
+        if awaited or whole:
+            count = until_end if awaited else whole * MOST_STEPS
+            self.host_s += -(-count // MOST_STEPS) * self.model.host_s(len(self.ends))
+            self._decoding_passes(count)
+            return
+        self.host_s += self.model.host_s(len(self.ends))
+        last = self.passes + MOST_STEPS
+        while self.ends and self.passes < last:
+            self._decoding_passes(min(last, self.ends[0][0]) - self.passes)
+
+    def _decoding_passes(self, count: int) -> None:
+        """Run so many passes, in which no sequence ends but with the last."""
+        batch = len(self.ends)
         mean = self.lengths / batch + (count - 1) / 2
         self.decode_s += count * self.model.seconds(Span(batch, mean, 1))
-        self.host_s += -(-count // MOST_STEPS) * self.model.host_s(batch)
         self.decoded += count * batch
         self._advance(count)
 

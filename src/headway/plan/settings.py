@@ -83,7 +83,8 @@ class Software:
 
     fusion: Literal["eager", "fused", "compiled"] = "compiled"
     """Whether memory-bound operations are one kernel each, fused by hand, or fused by a compiler."""
-    attention: Literal["unfused", "flash1", "triton1", "flash2", "flash3", "cudnn"] = "cudnn"
+    attention: Literal["unfused", "flash1", "triton1", "flash2", "flash3", "cudnn", "cudnn-flash2"] = "cudnn"
+    """`cudnn-flash2` is cuDNN's forward pass with flash's backward pass, whose bits repeat."""
     loss: Literal["stepwise", "eager", "sharded", "fused", "chunked"] = "fused"
     """`stepwise` is a vocabulary-parallel loss in float32, one small operation after the other."""
     rotary_passes: float = 2.0
@@ -117,6 +118,9 @@ class Software:
     """Selective recomputation keeps the outputs of all GEMMs; otherwise of every other one."""
     waits_each_step: bool = True
     """The host waits for the result of each step before it launches the next."""
+    fused_experts: bool = False
+    """Rows of experts are spread, weighted and combined in one pass each, and what goes into the down projection is
+    made again in the backward pass; otherwise permutations and weights are operations of their own."""
     expert_overlap: float = 0.0
     """Share of the expert all-to-all that overlaps with compute."""
     gathers_low_precision: bool = False
@@ -165,7 +169,13 @@ class Software:
         # over several passes gradients of bfloat16 weights are summed in float32; FSDP rounds the sum
         summed = single and (passes > 1 or mesh.pipeline > 1)
         gradient_bytes = 2 if self.weight_bytes == 2 and not summed else self.gradient_bytes
-        adapted = replace(self, casts_weights=casts, stream_bytes=4 if casts else 2, gradient_bytes=gradient_bytes)
+        adapted = replace(
+            self,
+            casts_weights=casts,
+            stream_bytes=4 if casts else 2,
+            gradient_bytes=gradient_bytes,
+            fused_experts=self.fused_experts and mesh.expert == 1,
+        )
         if not self.holds_low_weights:
             return adapted
         if not single or mesh.tensor > 1:

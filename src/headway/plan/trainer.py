@@ -7,6 +7,7 @@ Keep in sync with `train/` and `parallel/`:
   single data rank;
 - tensor parallelism with sequence parallelism that keeps gathered inputs, and vocabulary-parallel embedding and loss;
 - pipeline stages cut by cost, weights gathered once per step;
+- experts in bfloat16 as one function, without biases and an expert axis;
 - in float8, weights held in it where a worker has all of them, else cast at each use; gathered in it if tensorwise;
 - a chunked loss; the host never waits for a step.
 """
@@ -76,8 +77,14 @@ def trainer_software(recipe: Recipe, chip: Chip) -> Software:
         older=older,
         offloads=train.offload_optimizer,
     )
+    if train.deterministic:
+        software = replace(software, attention="flash2")
     if isinstance(recipe.model, DiffusionModel):  # every worker of a tensor axis has the whole sequence
         software = replace(software, sequence_parallel=False, regathers=True)
+        if train.deterministic and not older:
+            software = replace(software, attention="cudnn-flash2")
+    if recipe.model.family == "gpt_oss":  # its experts have biases
+        software = replace(software, fused_experts=False)
     fp8 = train.fp8
     if fp8 is not None:
         by_tensor = fp8.scaling == "tensorwise"
@@ -100,6 +107,7 @@ def headway_software(*, compiled: bool, autocasts: bool, older: bool, offloads: 
         attention="flash2" if older else "cudnn",
         loss="chunked",
         rotary_passes=ROTARY_PASSES[compiled],
+        fused_experts=autocasts,
         separate_projections=True,
         autocasts=autocasts,
         regathers=False,

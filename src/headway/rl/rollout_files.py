@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -59,11 +59,30 @@ class RolloutBatch:
     """By sample, then by answer."""
 
 
+_FIELDS = tuple(each.name for each in fields(Rollout))
+
+
+@dataclass
+class _Encoded:
+    """Lines of a batch's rollouts that this process appended to a part, so that none is encoded again when the batch is
+    finished, for which training waits: 0.6 s for 512 answers of 560 tokens."""
+
+    header: BatchHeader | None = None
+    lines: dict[tuple[int, int], tuple[Rollout, str]] = field(default_factory=dict)
+    """By sample and answer."""
+
+    def line(self, rollout: Rollout) -> str:
+        """Return the line of a rollout."""
+        kept = self.lines.get((rollout.sample, rollout.answer))
+        return kept[1] if kept is not None and kept[0] == rollout else _line(_row_of(rollout))
+
+
 class RolloutFiles:
     """The rollouts of one run."""
 
     def __init__(self, run: RunFolder) -> None:
         self._folder = run.path / FOLDER
+        self._encoded = _Encoded()
 
     def path(self, step: int) -> Path:
         """Return the file of a finished batch."""
@@ -117,16 +136,20 @@ class RolloutFiles:
 
     def open_part(self, header: BatchHeader, writer: str) -> "PartWriter":
         """Return the file that a worker, by its rank, or one of its generators appends rollouts of a batch to."""
-        return PartWriter(self._folder / f"batch-{header.step:08d}.rank-{writer}.part.jsonl", header)
+        if self._encoded.header != header:
+            self._encoded = _Encoded(header)
+        path = self._folder / f"batch-{header.step:08d}.rank-{writer}.part.jsonl"
+        return PartWriter(path, header, self._encoded)
 
     def finish(self, batch: RolloutBatch) -> None:
         """Write a finished batch durably, and remove its parts."""
         self._folder.mkdir(exist_ok=True)
         final = self.path(batch.header.step)
         temporary = final.with_suffix(".tmp")
-        rows = ({"format": FORMAT, **asdict(batch.header)}, *map(_row_of, batch.rollouts), {"end": batch.end})
         with temporary.open("w") as file:
-            file.writelines(_line(row) for row in rows)
+            file.write(_line({"format": FORMAT, **asdict(batch.header)}))
+            file.writelines(map(self._encoded.line, batch.rollouts))
+            file.write(_line({"end": batch.end}))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(final)
@@ -181,7 +204,8 @@ class RolloutFiles:
 class PartWriter:
     """Appends rollouts of an unfinished batch; what was written of another header is replaced."""
 
-    def __init__(self, path: Path, header: BatchHeader) -> None:
+    def __init__(self, path: Path, header: BatchHeader, encoded: _Encoded) -> None:
+        self._encoded = encoded
         path.parent.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):
             if _header_of(list(_lines(path))) != header or not path.read_bytes().endswith(b"\n"):
@@ -193,11 +217,14 @@ class PartWriter:
 
     def add(self, rollout: Rollout) -> None:
         """Append a scored rollout; it is in the file when this returns, though not yet on the disk."""
-        self._append(_row_of(rollout))
+        line = self._append(_row_of(rollout))
+        self._encoded.lines[rollout.sample, rollout.answer] = rollout, line
 
-    def _append(self, row: Mapping[str, Any]) -> None:
-        self._file.write(_line(row))
+    def _append(self, row: Mapping[str, Any]) -> str:
+        line = _line(row)
+        self._file.write(line)
         self._file.flush()
+        return line
 
     def __enter__(self) -> Self:
         return self
@@ -269,7 +296,9 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _row_of(rollout: Rollout) -> dict[str, Any]:
-    return asdict(rollout)
+    # asdict copies every token: 1.5 s for 512 answers of 560 tokens.
+    row = {name: getattr(rollout, name) for name in _FIELDS}
+    return row if rollout.score is None else {**row, "score": asdict(rollout.score)}
 
 
 def _rollout_of(row: Mapping[str, Any]) -> Rollout:

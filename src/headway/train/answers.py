@@ -66,26 +66,23 @@ class _Growing:
     text: str = ""
     turns: list[str] = field(default_factory=list)
     """The text of each turn."""
-    turn_text: str = ""
-    """Of the turn that is being sampled."""
     turn_start: int = 0
     """Its first token."""
     state: Any = None
     reward: float = 0.0
     error: str | None = None
 
-    def take(self, part: TextOutput) -> str | None:
-        """Add a token; return how the turn ended, if it did."""
-        self.turn_text += part.text
-        if part.output.token_id is not None:
-            assert part.output.logprobs is not None, "they were asked for"
-            self.token_ids.append(part.output.token_id)
-            self.logprobs.append(part.output.logprobs.logprob)
-        if part.output.finish is not None:
-            self.written.append((self.turn_start, len(self.token_ids)))
-            self.turns.append(self.turn_text)
-            self.text, self.turn_text = self.text + self.turn_text, ""
-        return part.output.finish
+    def take(self, part: TextOutput) -> str:
+        """Add a turn; return how it ended."""
+        whole, finish = part.output.whole, part.output.finish
+        assert whole is not None, "it was asked for whole"
+        assert finish is not None, "its one output is its end"
+        self.token_ids += whole.token_ids
+        self.logprobs += whole.logprobs
+        self.written.append((self.turn_start, len(self.token_ids)))
+        self.turns.append(part.text)
+        self.text += part.text
+        return finish
 
     def append(self, ids: list[int], text: str) -> None:
         """Add what an environment replied; the model's next turn begins after it."""
@@ -146,7 +143,8 @@ class AnswerSampler:
     ) -> None:
         """Sample answers; `on_done` is called with each as it ends, `on_step` after every pass of the engine."""
         growing = dict[str, _Growing]()
-        for request in requests:
+        # One answer to each prompt first: the others begin with blocks of its prompt.
+        for request in sorted(requests, key=lambda request: request.answer):
             name = f"{request.sample}/{request.answer}"
             growing[name] = _Growing(request)
             self._begin_turn(name, growing[name], greedy=greedy)
@@ -156,9 +154,9 @@ class AnswerSampler:
             for part in self.engine.step() if self.engine.busy else ():
                 name = part.output.request_id
                 finish = growing[name].take(part)
-                if finish is not None and (number := self._ask(growing[name], finish)) is not None:
+                if (number := self._ask(growing[name], finish)) is not None:
                     asked[number] = name
-                elif finish is not None:
+                else:
                     ended[name] = finish
             for number, result in self._replies().items():
                 name = asked.pop(number)
@@ -176,7 +174,7 @@ class AnswerSampler:
         room = self._rl.max_tokens - len(answer.token_ids)
         turn = len(answer.turns)
         params = sampling_params(self._rl, self._seed, answer.request, turn=turn, room=room, greedy=greedy)
-        self.engine.add(name, [*answer.request.prompt.ids, *answer.token_ids], params)
+        self.engine.add(name, [*answer.request.prompt.ids, *answer.token_ids], params, whole=True)
 
     # -- an environment
 

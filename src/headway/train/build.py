@@ -2,8 +2,8 @@
 
 import logging
 import random
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,45 +12,32 @@ from typing import cast
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from headway.data.corpus import Corpus, open_corpus
 from headway.data.loader import RowReader
 from headway.data.media.corpus import MediaCorpus, open_media_corpus
 from headway.errors import ModelError
 from headway.kernels.dispatch import make_plain
-from headway.models import initial_weight, stored_weights
 from headway.models.custom import empty_model
 from headway.models.diffusion.text_encoders import TextEncoder, open_text_encoder
 from headway.models.exact import make_exact
-from headway.models.huggingface import read_weight
-from headway.models.lora import (
-    CODES,
-    add_adapters,
-    base_names,
-    fill_quantized,
-    initial_adapter,
-    is_adapter,
-    read_adapters,
-)
+from headway.models.lora import add_adapters, base_names
 from headway.parallel import ParallelModel, World, parallelize_model
 from headway.parallel.layout import blocks_of, layout_of
 from headway.parallel.objective import Objective
-from headway.recipe import Assignment, Lora, Model, ModelLayout, Recipe
+from headway.recipe import Assignment, Model, ModelLayout, Recipe
 from headway.recipe.families.diffusion import DiffusionModel
-from headway.recipe.fp8 import fp8_layers
-from headway.recipe.model import SCORE
+from headway.recipe.fp8 import Fp8, fp8_layers
 from headway.recipe.objective import Distill
 from headway.recipe.policy import PolicyGradient
 from headway.state import OpenCheckpoint
-from headway.state.address import open_address
-from headway.state.base_weights import base_weights, model_at
-from headway.state.tensors import ModelShare, fill, load_base, load_weights
+from headway.state.tensors import ModelShare
 from headway.track import Recorder, RunFolder, chain
 from headway.track.heartbeat import HeartbeatWriter
 from headway.train.callbacks import Callbacks
-from headway.train.custom_init import initial_weights, load_buffers
+from headway.train.custom_init import load_buffers
 from headway.train.diffusion_feed import DiffusionFeed
+from headway.train.draw_weights import draw_weights
 from headway.train.fail_together import fail_together
 from headway.train.fault_injector import WorkerFaultInjector
 from headway.train.feed import DeviceFeed, Feed
@@ -130,71 +117,43 @@ def build(
     state: OpenCheckpoint | None,
 ) -> Parts:
     """Build a worker's model, optimizer and data, and restore the run's state."""
-    data = world.data
-    seed_everything(recipe.seed, data.rank)
-    torch.use_deterministic_algorithms(recipe.train.deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over every output that a kernel then writes
-    make_plain(recipe.train.plain)
+    set_up_torch(recipe, world.data.rank)
+    run = RunFolder(Path(assignment.run))
 
+    # data and objective
     corpus = open_corpus(recipe) if recipe.data.media is None else open_media_corpus(recipe)
     reader = corpus.reader() if recipe.rl is None and isinstance(corpus, Corpus) else None
     objective = make_objective(recipe.objective, corpus.weighted, recipe.rl)
-
     with fail_together(world, "build the callbacks"):
         callbacks = Callbacks.of(recipe.callbacks if world.first else ())
-    run = RunFolder(Path(assignment.run))
-    model = empty_model(recipe.model)
-    lower(model, recipe.train)
-    base = frozenset[str]()
-    if recipe.lora is not None:
-        add_adapters(model, recipe.lora)
-        base = base_names(model)
-    freeze(model, recipe.train)
-    if recipe.inference.exact:
-        check_exact(recipe, world)
-        make_exact(model, world.device, getattr(torch, recipe.train.dtype))
-    if world.size > 1:
-        check_ties(model, recipe.model.layout)
+
+    # this worker's part of the model
+    model, base = plain_model(recipe, world)
     if recipe.train.fp8 is not None and world.first:
-        layers = fp8_layers(recipe.model, recipe.train.fp8)
-        recorder.event("log", message=layers.describe())
-        if layers.skipped:
-            logging.getLogger(__name__).warning(layers.describe())
+        record_fp8_layers(recipe.model, recipe.train.fp8, recorder)
     measures = None if isinstance(objective, NextToken) else cast(Objective, objective)
     spread = parallelize_model(model, recipe, world, assignment.faults.mutations, measures)
     if world.fsdp_size == 1 and spread.accumulates:
         widen_gradients(spread.model)
     if not recipe.compiles(world.device.type):
         add_heartbeat_hooks(spread, beat)
+
+    # its weights: the state of a run with adapters has only those
     held = ModelShare(world.rank, world.stage, spread.borrowed, spread.names, base)
-    if recipe.model.class_ is not None:
-        load_buffers(run, spread.model)
-    else:
-        for buffer in spread.model.buffers():
-            buffer.zero_()  # it was uninitialized memory
-    if state is None or base:  # the state of a run with adapters has only those
-        draw_weights(spread.model, recipe, held, run)
+    set_buffers(spread.model, recipe, run)
+    draw = partial(draw_weights, spread.model, recipe, held, run)
+    drawn = state is None or bool(base)
+    if drawn:
+        draw()
+
+    # what frozen models say of the data: computed once, or with each batch
+    marks = partial(scoring_marks, world, recorder, beat, stop)
     if isinstance(recipe.objective, Distill):
-        load = partial(load_teacher, recipe, recipe.objective, world, partial(draw_weights, run=run))
-        if recipe.objective.mode == "live":
-            spread = replace(spread, teach=load().teach)
-        else:
-            beat.enter("evaluate")
-            with recorder.span("evaluation"):
-                mark = ScoringProgress(world, recorder, beat, stop, "teacher").mark
-                assert isinstance(corpus, Corpus), "a teacher has tokens"
-                stored = stored_targets(recipe, recipe.objective, corpus, world, mark, load, run.name)
-                assert reader is not None
-                reader = WithTeacher(reader, stored)
+        spread, reader = with_teacher(recipe, recipe.objective, world, run, spread, corpus, reader, marks)
     if REFERENCE in objective.columns:
-        beat.enter("evaluate")
-        with recorder.span("evaluation"):
-            drawn = state is None or bool(base)
-            first_weights = None if drawn else partial(draw_weights, spread.model, recipe, held, run)
-            mark = ScoringProgress(world, recorder, beat, stop, "reference").mark
-            assert reader is not None
-            assert isinstance(corpus, Corpus)
-            reader = WithReference(reader, reference_column(recipe, corpus, spread, world, mark, first_weights))
+        reader = with_reference(recipe, world, spread, corpus, reader, marks, None if drawn else draw)
+
+    # the optimizer, and the state to continue from
     optimizer = build_optimizer(spread.model, recipe.train, recipe.seed, world, held, recipe.model.layout)
     average = WeightEma(spread.model, optimizer, recipe.train.ema, held) if recipe.train.ema is not None else None
     start = RunProgress(0, 0, chain.START)
@@ -203,6 +162,8 @@ def build(
         with recorder.span("restore"), fail_together(world, "read the checkpoint"):
             start = RunProgress(*restore(state, spread.model, optimizer, held, world, average))
     faults = WorkerFaultInjector(assignment.faults, world.rank, assignment.attempt, spread.model, run.faults)
+
+    # batches
     encoder = text_encoder(recipe, world.device)
     feed: Feed
     if isinstance(corpus, MediaCorpus):
@@ -210,7 +171,8 @@ def build(
         denoising = cast(DenoisingLoss, objective)
         feed = DiffusionFeed(recipe, corpus, world, denoising, encode, partial(record_replaced, recorder))
     elif reader is not None:
-        feed = DeviceFeed(corpus.loader(reader, data.rank, data.size), world.device, objective)
+        loader = corpus.loader(reader, world.data.rank, world.data.size)
+        feed = DeviceFeed(loader, world.device, objective)
     else:
         feed = rollout_feed(recipe, run, world, spread, corpus, objective, recorder, beat, faults)
     return Parts(
@@ -236,6 +198,98 @@ def build(
         callbacks=callbacks,
         encoder=encoder,
     )
+
+
+def set_up_torch(recipe: Recipe, data_rank: int) -> None:
+    """Seed all generators, and choose kernels as the recipe says."""
+    seed_everything(recipe.seed, data_rank)
+    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over every output that a kernel then writes
+    make_plain(recipe.train.plain)
+
+
+def plain_model(recipe: Recipe, world: World) -> tuple[nn.Module, frozenset[str]]:
+    """Return the model on the meta device, with adapters if the recipe has any, and the names of their base."""
+    model, base = empty_model(recipe.model), frozenset[str]()
+    lower(model, recipe.train)
+    if recipe.lora is not None:
+        add_adapters(model, recipe.lora)
+        base = base_names(model)
+    freeze(model, recipe.train)
+    if recipe.inference.exact:
+        check_exact(recipe, world)
+        make_exact(model, world.device, getattr(torch, recipe.train.dtype))
+    if world.size > 1:
+        check_ties(model, recipe.model.layout)
+    return model, base
+
+
+def record_fp8_layers(model: Model, section: Fp8, recorder: Recorder) -> None:
+    """Record which layers multiply in float8; warn of those that cannot."""
+    layers = fp8_layers(model, section)
+    recorder.event("log", message=layers.describe())
+    if layers.skipped:
+        logging.getLogger(__name__).warning(layers.describe())
+
+
+def set_buffers(model: nn.Module, recipe: Recipe, run: RunFolder) -> None:
+    """Fill buffers, which were uninitialized memory: those of a class of the user's own are beside the run."""
+    if recipe.model.class_ is not None:
+        load_buffers(run, model)
+        return
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+Marks = Callable[[str], AbstractContextManager[Callable[[int, int, int], None]]]
+"""Opens the account of what a frozen model scores, and yields what marks progress there; by what it is of."""
+
+
+@contextmanager
+def scoring_marks(
+    world: World, recorder: Recorder, beat: HeartbeatWriter, stop: StopRequest, of: str
+) -> Iterator[Callable[[int, int, int], None]]:
+    """See Marks."""
+    beat.enter("evaluate")
+    with recorder.span("evaluation"):
+        yield ScoringProgress(world, recorder, beat, stop, of).mark
+
+
+def with_teacher(
+    recipe: Recipe,
+    objective: Distill,
+    world: World,
+    run: RunFolder,
+    spread: ParallelModel,
+    corpus: Corpus | MediaCorpus,
+    reader: RowReader | None,
+    marks: Marks,
+) -> tuple[ParallelModel, RowReader | None]:
+    """Return the model with its teacher beside it, or the reader of rows with what the teacher stored of them."""
+    load = partial(load_teacher, recipe, objective, world, partial(draw_weights, run=run))
+    if objective.mode == "live":
+        return replace(spread, teach=load().teach), reader
+    assert isinstance(corpus, Corpus), "a teacher has tokens"
+    assert reader is not None
+    with marks("teacher") as mark:
+        stored = stored_targets(recipe, objective, corpus, world, mark, load, run.name)
+    return spread, WithTeacher(reader, stored)
+
+
+def with_reference(
+    recipe: Recipe,
+    world: World,
+    spread: ParallelModel,
+    corpus: Corpus | MediaCorpus,
+    reader: RowReader | None,
+    marks: Marks,
+    draw: Callable[[], None] | None,
+) -> RowReader:
+    """Return the reader of rows with the log-probabilities of the initial weights, which `draw` sets."""
+    assert isinstance(corpus, Corpus)
+    assert reader is not None
+    with marks("reference") as mark:
+        return WithReference(reader, reference_column(recipe, corpus, spread, world, mark, draw))
 
 
 def record_replaced(recorder: Recorder, why: str) -> None:
@@ -304,102 +358,6 @@ def check_ties(model: nn.Module, layout: ModelLayout | None) -> None:
                 f"{other} and {name} are tied across blocks of {blocks_name}, which several workers cannot share",
                 hint="use one worker; only tensors outside of blocks, such as head and embedding, may be tied",
             )
-
-
-def draw_weights(model: nn.Module, recipe: Recipe, held: ModelShare, run: RunFolder) -> None:
-    """Initialize this worker's part of the weights, from the seed or from `model.init`, one tensor at a time."""
-    init = recipe.model.init
-    if recipe.lora is not None:
-        draw_adapters(model, recipe, recipe.lora)
-    if recipe.lora is not None and recipe.lora.quantize is not None:
-        draw_quantized(model, recipe.model)
-        return
-    if recipe.lora is not None and init is not None and not (Path(init) / "config.json").exists():
-        load_base(open_address(init), model, held)
-        return
-    if recipe.model.reward and init is not None:
-        draw_reward_model(model, recipe, init)
-        return
-    if recipe.model.class_ is not None or (init is not None and not (Path(init) / "config.json").exists()):
-        load_weights(open_address(init or str(initial_weights(run))), model, held)
-        return
-    if init is None:
-        draw_all(dict(model.named_parameters()), recipe)
-        return
-    stored = stored_weights(Path(init), recipe.model)
-    for name, parameter in model.named_parameters():
-        if name in stored:
-            fill(name, parameter, stored[name])
-    for name, buffer in model.named_buffers():
-        if name in stored:
-            buffer.copy_(stored[name])
-
-
-@torch.no_grad()
-def draw_reward_model(model: nn.Module, recipe: Recipe, init: str) -> None:
-    """Load this worker's part of a model, one tensor at a time; a head that `init` does not have is initialized."""
-    stored = base_weights(init, model_at(init))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in stored:
-            fill(name, tensor, read_weight(stored[name]))
-        elif name == SCORE:
-            fill(name, tensor, initial_weight(recipe.model, name, tuple(tensor.shape), recipe.seed))
-
-
-@torch.no_grad()
-def draw_adapters(model: nn.Module, recipe: Recipe, lora: Lora) -> None:
-    """Initialize this worker's part of the adapters, from the seed or from `lora.init`."""
-    stored = None if lora.init is None else read_adapters(Path(lora.init), recipe.model)
-    for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            drawn = stored[name] if stored else initial_adapter(name, tuple(parameter.shape), recipe.seed)
-            fill(name, parameter, drawn)
-
-
-def draw_quantized(model: nn.Module, description: Model) -> None:
-    """Load the base of adapters, one tensor at a time, and quantize the layers that are to be."""
-    assert description.init is not None, "adapters have a base"
-    stored = base_weights(description.init, description)
-    tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    for name, weight in stored.items():
-        layer = name.removesuffix(".weight")
-        if name in tensors:
-            fill(name, tensors[name], read_weight(weight))
-        elif f"{layer}.{CODES}" in tensors:
-            fill_quantized(model.get_submodule(layer), read_weight(weight))
-
-
-def draw_all(parameters: Mapping[str, nn.Parameter], recipe: Recipe) -> None:
-    """Initialize this worker's part of every parameter, several at a time, with one thread per tensor.
-
-    A sharded tensor, or one on another device, is first initialized whole: all of those in progress together take no
-    more memory than the largest.
-    """
-
-    groups, room = list[list[str]](), 0
-    for name in sorted(parameters, key=lambda name: (-parameters[name].numel(), name)):
-        taken = parameters[name].numel() if _drawn_apart(parameters[name]) else 0
-        if not groups or taken > room:
-            groups, room = [*groups, []], max(parameter.numel() for parameter in parameters.values())
-        groups[-1].append(name)
-        room -= taken
-
-    @torch.no_grad()
-    def draw(name: str) -> None:
-        parameter, shape = parameters[name], tuple(parameters[name].shape)
-        if _drawn_apart(parameter):
-            fill(name, parameter, initial_weight(recipe.model, name, shape, recipe.seed))
-        else:
-            initial_weight(recipe.model, name, shape, recipe.seed, into=parameter)
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for group in groups:
-            list(pool.map(draw, group))
-
-
-def _drawn_apart(parameter: nn.Parameter) -> bool:
-    """Whether it is initialized in a temporary tensor: it is sharded or not on the CPU."""
-    return isinstance(parameter, DTensor) or parameter.device.type != "cpu" or parameter.dtype != torch.float32
 
 
 def seed_everything(seed: int, rank: int) -> None:

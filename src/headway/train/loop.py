@@ -6,7 +6,7 @@ result. The host never waits for the device to read a loss: results return throu
 chain and the record. A step is saved only after the numbers of every step up to it have returned and are fine.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -67,8 +67,7 @@ def train(
 
         # the batch: this worker's rows of the samples at the cursor, or of answers that the model samples now
         if parts.feed.samples(step):
-            for result in meter.drain():
-                recorded, wanted = record(parts, watch, recorded, result, wanted)
+            recorded, wanted = record_all(parts, watch, recorded, meter.drain(), wanted)
         meter.begin()
         parts.faults.reach("data", step)
         batch = recipe.train.batch_at(step)
@@ -122,8 +121,8 @@ def train(
             "counts": counts.sums,
             "metrics": {**fed.metrics, **observed},
         }
-        for result in meter.end(note, torch.cat([totals, norm.double().reshape(1)])):
-            recorded, wanted = record(parts, watch, recorded, result, wanted)
+        results = meter.end(note, torch.cat([totals, norm.double().reshape(1)]))
+        recorded, wanted = record_all(parts, watch, recorded, results, wanted)
         saves.tick()
 
         # once in a while: compare replicas, evaluate, save
@@ -132,8 +131,7 @@ def train(
         compared = replicas is not None and replicas.due(step)
         tested = bool(tasks) and is_due(step, recipe.eval.tasks_every_steps or recipe.train.steps, recipe.train.steps)
         if evaluation or tested or tiers or compared or wanted.stop:
-            for result in meter.drain():
-                recorded, wanted = record(parts, watch, recorded, result, wanted)
+            recorded, wanted = record_all(parts, watch, recorded, meter.drain(), wanted)
         saving = bool(tiers) and not wanted.stop and step < recipe.train.steps
         if replicas is not None and (compared or (saving and not wanted.full)):
             compare(parts, replicas, step)
@@ -154,19 +152,27 @@ def train(
                 saves.save(step, recorded.cursor, recorded.chain, tiers)
                 durable = step if "disk" in tiers else durable
 
-    for result in meter.drain():
-        recorded, wanted = record(parts, watch, recorded, result, wanted)
-    if recorded.step > durable:
-        parts.feed.settle()
-    beat.enter("save")
-    if recorded.step > durable:
-        if replicas is not None and replicas.agreed < recorded.step:
-            compare(parts, replicas, recorded.step)
-        saves.save(recorded.step, recorded.cursor, recorded.chain, tiers_at_end(recipe.checkpoint), last=True)
-    saves.finish()
+    recorded, wanted = record_all(parts, watch, recorded, meter.drain(), wanted)
+    save_last(parts, saves, replicas, recorded, durable)
     parts.callbacks.end(recorded.step)
     beat.enter("end")
     return recorded.step >= recipe.train.steps
+
+
+def save_last(
+    parts: Parts, saves: SaveClient, replicas: ReplicaChecker | None, recorded: RunProgress, durable: int
+) -> None:
+    """Save the last recorded step, unless it is on disk, and wait until all that was saved is."""
+    missing = recorded.step > durable
+    if missing:
+        parts.feed.settle()
+    parts.beat.enter("save")
+    if missing:
+        if replicas is not None and replicas.agreed < recorded.step:
+            compare(parts, replicas, recorded.step)
+        tiers = tiers_at_end(parts.recipe.checkpoint)
+        saves.save(recorded.step, recorded.cursor, recorded.chain, tiers, last=True)
+    saves.finish()
 
 
 @dataclass(frozen=True)
@@ -203,6 +209,19 @@ def record(
     if bad is not None:
         raise BadNumbers(bad, first, max(cursor - first, 1), parts.run)
     return after, StepRequests(wanted.stop or stop > 0, wanted.save or save > 0, full > 0)
+
+
+def record_all(
+    parts: Parts,
+    watch: NumericsMonitor,
+    recorded: RunProgress,
+    results: Iterable[MeasuredStep],
+    wanted: StepRequests,
+) -> tuple[RunProgress, StepRequests]:
+    """Record steps that have returned, in order."""
+    for result in results:
+        recorded, wanted = record(parts, watch, recorded, result, wanted)
+    return recorded, wanted
 
 
 class GlobalCounts(NamedTuple):

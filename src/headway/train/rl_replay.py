@@ -36,7 +36,7 @@ from headway.state.parent_process import end_with_parent
 from headway.state.tensors import ModelShare, load_weights
 from headway.track import RunFolder, read_recipe
 from headway.train.answers import AnswerRequest, live_sampler
-from headway.train.build import draw_weights
+from headway.train.draw_weights import draw_weights
 from headway.train.environment import device_name
 from headway.train.objectives import make_objective
 from headway.train.optim import lower

@@ -28,7 +28,8 @@ from headway.parallel.objective import SumScale
 from headway.recipe import FaultPlan, Parallel, Recipe
 from headway.state.tensors import ModelShare
 from headway.track import RunFolder
-from headway.train.build import draw_weights, seed_everything
+from headway.train.build import seed_everything
+from headway.train.draw_weights import draw_weights
 from headway.train.fault_injector import WorkerFaultInjector
 from headway.train.feed import DeviceFeed
 from headway.train.optim import build_optimizer, freeze

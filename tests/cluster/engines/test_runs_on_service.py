@@ -1,6 +1,8 @@
 """Runs of the service that are stopped, preempted or moved, or whose service is killed, match uninterrupted ones."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,16 +25,31 @@ from headway.track import RunFolder
 from service_process import ServiceProcess
 
 
+@contextmanager
+def started(folder: Path, monkeypatch: pytest.MonkeyPatch, settings: str, *options: str) -> Iterator[ServiceProcess]:
+    """A service with settings of engines.toml, whose jobs run on one core, and so with one thread per worker."""
+    file = folder / "engines.toml"
+    file.write_text(f"[service]\nsetup = ['{ONE_CORE}']\n{settings}\n")
+    monkeypatch.setenv("HEADWAY_ENGINES", str(file))
+    service = ServiceProcess(folder / "runs", *options)
+    service.start()
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+def check_same_bits(run: EngineRun, recipe: Recipe, folder: Path) -> None:
+    """A run has ended with the chain and the digest of one that nothing stopped."""
+    result, uninterrupted = Lived(run.folder, None), train_uninterrupted(recipe, folder / "uninterrupted")
+    assert (result.chain, result.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
+
+
 @pytest.mark.slow
 def test_stopped_run_of_the_service_matches_an_uninterrupted_run(
     tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "engines.toml"
-    file.write_text('[service]\ngrace_s = 30\nsetup = ["taskset -pc 0 $$ >/dev/null"]\n')  # one thread per worker
-    monkeypatch.setenv("HEADWAY_ENGINES", str(file))
-    service = ServiceProcess(tmp_path / "runs", "--cpus", "2", "--gpus", "0")
-    service.start()
-    try:
+    with started(tmp_path, monkeypatch, "grace_s = 30", "--cpus", "2", "--gpus", "0") as service:
         short = demo(dataset, parallel__shard=2)
         run = EngineRun.submitted(short, tmp_path / "runs", "service", on="cpux2")
         run.reaches(20, starts=1)
@@ -43,24 +60,16 @@ def test_stopped_run_of_the_service_matches_an_uninterrupted_run(
         status = run.ended()
         assert (status.state, status.starts) == ("finished", 2), run.diagnosis()
         assert "stopped on request, state saved" in run.line_with("stopped")
-        result, uninterrupted = Lived(run.folder, None), train_uninterrupted(short, tmp_path / "uninterrupted")
-        assert (result.chain, result.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
+        check_same_bits(run, short, tmp_path)
         assert "all steps done" in headway("logs", run.name, "--runs", str(run.root))
         assert not run.processes()
-    finally:
-        service.stop()
 
 
 @pytest.mark.slow
 def test_run_moved_twice_between_nodes_matches_an_uninterrupted_run(
     tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "engines.toml"
-    file.write_text('[service]\ngrace_s = 60\nsetup = ["taskset -pc 0 $$ >/dev/null"]\n')  # one thread per worker
-    monkeypatch.setenv("HEADWAY_ENGINES", str(file))
-    service = ServiceProcess(tmp_path / "runs", "--emulate", "2x1", "--cpus", "2")
-    service.start()
-    try:
+    with started(tmp_path, monkeypatch, "grace_s = 60", "--emulate", "2x1", "--cpus", "2") as service:
         short = demo(dataset, parallel__shard=2)
         run = EngineRun.submitted(short, tmp_path / "runs", "service", on="cpux2")
         connection, nodes = connect(service.runs), list[str]()
@@ -80,10 +89,7 @@ def test_run_moved_twice_between_nodes_matches_an_uninterrupted_run(
         nodes.append(place())
         assert (status.state, status.starts) == ("finished", 3), run.diagnosis()
         assert nodes[0] == nodes[2] != nodes[1]
-        result, uninterrupted = Lived(run.folder, None), train_uninterrupted(short, tmp_path / "uninterrupted")
-        assert (result.chain, result.digest) == (uninterrupted.chain, uninterrupted.digest), run.diagnosis()
-    finally:
-        service.stop()
+        check_same_bits(run, short, tmp_path)
 
 
 def submitted_on_fake_gpus(recipe: Recipe, root: Path, gpus: int) -> EngineRun:
@@ -99,13 +105,8 @@ def submitted_on_fake_gpus(recipe: Recipe, root: Path, gpus: int) -> EngineRun:
 def test_run_preempted_twice_by_higher_priority_matches_an_undisturbed_run(
     tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "engines.toml"
-    file.write_text('[service]\ngrace_s = 60\nsetup = ["taskset -pc 0 $$ >/dev/null"]\n')  # one thread per worker
-    monkeypatch.setenv("HEADWAY_ENGINES", str(file))
     # two minutes before a job may be preempted, on a clock that runs 600 times as fast
-    service = ServiceProcess(tmp_path / "runs", "--emulate", "1x2", "--cpus", "4", "--speed", "600")
-    service.start()
-    try:
+    with started(tmp_path, monkeypatch, "grace_s = 60", "--emulate", "1x2", "--cpus", "4", "--speed", "600") as service:
         engine = ServiceEngine(service.runs)
         short = demo(dataset, parallel__shard=2)
         run = submitted_on_fake_gpus(short, service.runs, gpus=2)
@@ -123,24 +124,16 @@ def test_run_preempted_twice_by_higher_priority_matches_an_undisturbed_run(
         assert (status.state, status.starts) == ("finished", 3), run.diagnosis()
         stops = [event for event in connect(service.runs).get("/api/v1/events")["events"] if event["kind"] == "stop"]
         assert [stop["name"] for stop in stops] == [run.name, run.name]
-        result, undisturbed = Lived(run.folder, None), train_uninterrupted(short, tmp_path / "undisturbed")
-        assert (result.chain, result.digest) == (undisturbed.chain, undisturbed.digest), run.diagnosis()
-    finally:
-        service.stop()
+        check_same_bits(run, short, tmp_path)
 
 
 @pytest.mark.slow
 def test_sweep_is_one_array_of_the_service_and_its_runs_match_those_alone(
     tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "engines.toml"
-    file.write_text(f"[service]\nsetup = ['{ONE_CORE}']\n")
-    monkeypatch.setenv("HEADWAY_ENGINES", str(file))
     short, runs = demo(dataset, train__steps=40), tmp_path / "runs"
     (tmp_path / "r.toml").write_text(to_toml(short))
-    service = ServiceProcess(runs, "--gpus", "0", "--cpus", "2")
-    service.start()
-    try:
+    with started(tmp_path, monkeypatch, "", "--gpus", "0", "--cpus", "2") as service:
         where = ("--runs", str(runs))
         words = ("sweep", str(tmp_path / "r.toml"), "--grid", "seed=1,2,3", "--name", "s")
         words += ("--engine", "service", "--on", "cpux1", *where)
@@ -163,5 +156,3 @@ def test_sweep_is_one_array_of_the_service_and_its_runs_match_those_alone(
             )
             swept = Lived(RunFolder(runs / f"s-seed_{seed}"), None)
             assert (swept.chain, swept.digest) == (alone.chain, alone.digest)
-    finally:
-        service.stop()

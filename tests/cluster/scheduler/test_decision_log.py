@@ -23,6 +23,10 @@ SETUP = SimulationSetup("a100", 4, 4, node_days=0.5, repair_s=3600.0, spares=1, 
     ("reason", "sentence"),
     [
         (Reason(ReasonCode.FIRST, (("gpus", 1),)), "1 GPU is free, and no higher-ranked job waits for them"),
+        (
+            Reason(ReasonCode.FIRST, (("gpus", 0),)),
+            "its CPUs and memory are free, and no higher-ranked job waits for them",
+        ),
         (Reason(ReasonCode.FIRST, (("gpus", 11),)), "11 GPUs are free, and no higher-ranked job waits for them"),
         (
             Reason(ReasonCode.DISPLACES, (("count", 1), ("lost_gpu_s", 2.0))),

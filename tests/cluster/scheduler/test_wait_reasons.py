@@ -98,6 +98,21 @@ def test_wider_network_level_is_the_first_alternative(policy: str) -> None:
     assert {change.what: change.to for change in explanation.instead} == by_trying(snapshot, policy, "mine")
 
 
+@pytest.mark.parametrize(("held", "fewer"), [((2, 3), [2]), ((1, 1), [6]), ((4, 0), [])])
+def test_fewer_gpus_are_as_many_on_each_machine(held: tuple[int, int], fewer: list[int]) -> None:
+    """Two nodes of four, some GPUs of which jobs hold that cannot be preempted, and a gang of two machines of four."""
+    snapshot = ClusterSnapshot()
+    snapshot.nodes.add_pool("h100", 4, ["a", "b"])
+    snapshot.tenants.add_tenant("red", 8)
+    for node, gpus in enumerate(held):
+        if gpus:
+            (row,) = snapshot.submit([Job(f"j{node}", "red", gpus)])
+            snapshot.start(row, 0, Placement(np.array([node], np.int32), np.array([gpus], np.int32)))
+    snapshot.submit([Job("mine", "red", 8, preemptible=True, machines=2)])
+    explanation = explain_wait(snapshot, 0.0, POLICIES["fifo"], "mine")
+    assert [change.to for change in explanation.instead if change.what == "gpus"] == fewer
+
+
 def explain_capped_gang() -> WaitExplanation:
     """Two nodes of 8; non-preemptible jobs hold 12, and a gang of 4 exceeds the limit."""
     snapshot = ClusterSnapshot()

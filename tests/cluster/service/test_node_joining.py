@@ -413,14 +413,16 @@ def test_only_a_node_that_nothing_speaks_against_gets_jobs() -> None:
 def test_silence_counts_only_while_the_service_is_awake() -> None:
     now = [0.0]
     silence = NodeSilence(lambda: now[0])
-    assert silence.silent_s("m1") == float("inf")
+    assert silence.silent_for(1e9, ["m1"]) == {"m1"}  # nobody expects it
     silence.hear("m1")
     now[0] = LONGEST_LOOK_S
     silence.look()
-    assert silence.silent_s("m1") == LONGEST_LOOK_S
+    assert not silence.silent_for(LONGEST_LOOK_S, ["m1"])
+    assert silence.silent_for(LONGEST_LOOK_S - 1e-6, ["m1"]) == {"m1"}
     now[0] += 1000.0
     silence.look()
-    assert silence.silent_s("m1") == 2 * LONGEST_LOOK_S
+    assert not silence.silent_for(2 * LONGEST_LOOK_S, ["m1"])
+    assert silence.silent_for(2 * LONGEST_LOOK_S - 1e-6, ["m1"]) == {"m1"}
 
 
 @pytest.mark.parametrize(

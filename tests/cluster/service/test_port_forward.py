@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,8 +21,10 @@ from test_service_api import NODE, Api
 
 from eventually import eventually
 from headway.cluster.engines import OVER, LaunchRequest
+from headway.cluster.engines.submissions import request_to_json
 from headway.cluster.service.connection import connect
-from headway.cluster.service.messages import StartReport
+from headway.cluster.service.host_starts import HostStarts
+from headway.cluster.service.messages import StartReport, WantedStart
 from headway.cluster.service.node_streams import listens
 from headway.cluster.service.port_streams import (
     IDLE_S,
@@ -177,21 +180,29 @@ def test_only_running_jobs_have_ports_and_their_node_is_told(api: Api) -> None:
 
 
 def test_port_is_the_jobs_only_if_its_processes_listen(tmp_path: Path) -> None:
-    server = subprocess.Popen([sys.executable, "-c", ECHO], cwd=tmp_path, start_new_session=True)
+    starts, key = HostStarts(tmp_path), "7:1:0"
+    (tmp_path / "echo.py").write_text(f"import os; os.chdir({str(tmp_path)!r}){ECHO}")
+    request = LaunchRequest("echo", (sys.executable, str(tmp_path / "echo.py")), tmp_path)
+    starts.begin(WantedStart(key, "run", (), 0, ("m1",), 1, None, request_to_json(request)))
+
+    def is_of_job(port: int) -> bool:
+        return listens(tmp_path / "starts", key, port)
+
     try:
         eventually((tmp_path / "port").exists)
         port = int((tmp_path / "port").read_text())
-        assert not listens(tmp_path, port)  # it has no process yet
-        (tmp_path / "pid").write_text(f"{server.pid} {server.pid}")
-        assert listens(tmp_path, port)
+        assert is_of_job(port)
         with socket.create_server(("127.0.0.1", 0)) as other:
-            assert not listens(tmp_path, other.getsockname()[1])
-        (tmp_path / "pid").write_text(f"{os.getpid()} {os.getsid(0)}")
-        assert listens(tmp_path, port)  # a child of the job, in a session of its own
+            assert not is_of_job(other.getsockname()[1])
+        assert not listens(tmp_path / "starts", "8:1:0", port)
+        pid = next((tmp_path / "starts").glob("*/pid"))
+        began = pid.read_text()
+        pid.write_text(f"{os.getpid()} {os.getsid(0)}")
+        assert is_of_job(port)  # a child of the job, in a session of its own
+        pid.write_text(began)
     finally:
-        server.kill()
-        server.wait()
-    assert not listens(tmp_path, port)
+        eventually(lambda: starts.signal(key, (signal.SIGKILL,)) or starts.report()[0].state == "exited")
+    assert not is_of_job(port)
 
 
 @pytest.fixture(params=["local", "joined"])
@@ -220,6 +231,7 @@ def join(service: ServiceProcess, folder: Path) -> "subprocess.Popen[bytes]":
     url = connect(service.runs).url
     fingerprint = service.log.read_text().split("fingerprint ")[1].split()[0]
     options = ["--token-file", str(folder / "token"), "--fingerprint", fingerprint, "--folder", str(folder / "node")]
+    options.append("--jobs-as-root")  # of no effect for anybody else
     with (folder / "agent.log").open("wb") as log:
         return subprocess.Popen([*program, url, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

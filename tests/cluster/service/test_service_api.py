@@ -3,6 +3,7 @@
 import json
 import sqlite3
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,15 @@ def database(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def api(database: Path) -> Iterator[Api]:
+    with served(database) as api:
+        yield api
+
+
+@contextmanager
+def served(database: Path, **options: Any) -> Iterator[Api]:
+    """A service with two nodes of two GPUs; options are those of its plane."""
     store = ServiceStore(open_database(sqlite_url(database)))
-    plane = ControlPlane(store)
+    plane = ControlPlane(store, **options)
     plane.set_cluster(SPECS, [{"name": "default"}], "headway")
     decider = InProcessDecider()
     service = LiveService(store, plane, print, decider)  # type: ignore[arg-type]

@@ -95,6 +95,20 @@ def test_usage_counts_from_placement_to_confirmed_exit(api: Api) -> None:
     assert api.client.get("/api/v1/usage?month=x", headers={"authorization": f"Bearer {USER}"}).status_code == 400
 
 
+def test_usage_of_an_emulated_cluster_is_in_the_hours_of_its_budgets(database: Path) -> None:
+    now = [unix(2026, 11, 2)]
+    with test_service_api.served(database, clock=lambda: now[0], speed=60) as api:
+        api.submit(gpus=2)
+        (start,) = api.sync()
+        api.sync(StartReport(start.key, "running"))
+        now[0] += 120
+        api.sync(StartReport(start.key, "exited", RankResult(0)))
+        (used,) = api.get("/api/v1/usage")["usage"]
+        (tenant,) = api.get("/api/v1/tenants")
+    assert used["gpu_hours"] == pytest.approx(2 * 120 * 60 / 3600)
+    assert tenant["spent_gpu_h"] == pytest.approx(used["gpu_hours"])
+
+
 # -- metrics
 
 

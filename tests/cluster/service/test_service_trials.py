@@ -59,8 +59,9 @@ def test_tried_policy_compares_the_starts_of_waiting_jobs(api: Api) -> None:
 def test_job_file_that_is_not_understood_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "job.toml"
     file.write_text(text)
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as refusal:
         read_job(file)
+    assert refusal.value.hint
     file.write_text('gpus = 4\nmachines = 2\ntenant = "red"\nmemory_gib = 1.5\npreemptible = true\npriority = 3')
     request = read_job(file)
     assert (request.gpus, request.machines, request.memory_bytes) == (4, 2, 3 * 2**29)

@@ -150,33 +150,8 @@ def resume_run(
 ) -> Attempt:
     """Return the attempt that resumes a run from its newest checkpoint with changed settings; `on` as in `new_run`. If
     `nodes` or `spares` is None, as many are emulated as before."""
-    pid = lock_holder(run)
-    if pid is not None:
-        raise RunError(
-            f"run {run.name} is in use by process {pid}",
-            hint=f"{run.command('stop')} ends it; headway ps shows its processes; it also recovers by itself",
-        )
-    old = read_recipe(run)
-    if NO_DATA in old.data.parts:
-        raise RunError(
-            f"run {run.name} was imported: it has weights, but no data and no optimizer state",
-            hint=f'start a run from it: model.init = "{run.name}" in a recipe',
-            usage=True,
-        )
-    new = with_settings(old, settings)
-    if mesh is not None:
-        new = new.model_copy(update={"parallel": mesh})
-    root = run.path.parent.parent if is_set_aside(run) else run.path.parent
-    reached = summarize(run).step
-    saved = new.checkpoint.store is not None or bool(list_checkpoints(run.checkpoints))
-    check_resumable(old, new, run.name if saved else None, reached, lambda words: command(root, "train", words))
-    new = _same_data(new, run)
-    if new.eval != old.eval:
-        new = new.model_copy(update={"eval": resolve_tasks(new.eval)})
-    if new.lora is not None:
-        check_base(new.lora, new.model)
-    check_teacher(new)
-    check_store(new, ask=False)
+    old = _recipe_to_resume(run)
+    new = _changed_recipe(run, old, settings, mesh)
     available = on or devices(new.train.device)
     old_plan = read_plan(run)
     stated = new if old_plan is None else unplanned(new, old_plan)
@@ -185,12 +160,7 @@ def resume_run(
     checkpoint, skipped = newest_checkpoint(run, events, new)
     manifest = open_address(checkpoint).manifest if checkpoint else None
     step = manifest.step if manifest else 0
-    if step >= new.train.steps:
-        raise RunError(
-            f"run {run.name} has finished {'its only step' if step == 1 else f'all of its {step:,} steps'}",
-            hint=f"{run.command('resume', f'--set train.steps={2 * step}')} continues it",
-            usage=True,
-        )
+    _check_unfinished(run, step, new.train.steps)
     starts = [event for event in events if event["kind"] == "attempt"]
     workers_before = manifest.workers if manifest else starts[-1]["workers"] if starts else None
     count = count_workers(stated, workers, workers_before or default_workers(available))
@@ -222,6 +192,53 @@ def resume_run(
         nodes=nodes or min(nodes_then, count),
         spares=spares_then if spares is None else spares,
     )
+
+
+def _recipe_to_resume(run: RunFolder) -> Recipe:
+    """Return a run's recipe; raise RunError if it cannot be resumed, whatever is changed."""
+    pid = lock_holder(run)
+    if pid is not None:
+        raise RunError(
+            f"run {run.name} is in use by process {pid}",
+            hint=f"{run.command('stop')} ends it; headway ps shows its processes; it also recovers by itself",
+        )
+    recipe = read_recipe(run)
+    if NO_DATA in recipe.data.parts:
+        raise RunError(
+            f"run {run.name} was imported: it has weights, but no data and no optimizer state",
+            hint=f'start a run from it: model.init = "{run.name}" in a recipe',
+            usage=True,
+        )
+    return recipe
+
+
+def _changed_recipe(run: RunFolder, old: Recipe, settings: list[str], mesh: Parallel | None) -> Recipe:
+    """Return the recipe with changed settings, with the data that the run began with."""
+    new = with_settings(old, settings)
+    if mesh is not None:
+        new = new.model_copy(update={"parallel": mesh})
+    root = run.path.parent.parent if is_set_aside(run) else run.path.parent
+    reached = summarize(run).step
+    saved = new.checkpoint.store is not None or bool(list_checkpoints(run.checkpoints))
+    check_resumable(old, new, run.name if saved else None, reached, lambda words: command(root, "train", words))
+    new = _same_data(new, run)
+    if new.eval != old.eval:
+        new = new.model_copy(update={"eval": resolve_tasks(new.eval)})
+    if new.lora is not None:
+        check_base(new.lora, new.model)
+    check_teacher(new)
+    check_store(new, ask=False)
+    return new
+
+
+def _check_unfinished(run: RunFolder, step: int, steps: int) -> None:
+    """Raise RunError if a run has nothing left to do after a step."""
+    if step >= steps:
+        raise RunError(
+            f"run {run.name} has finished {'its only step' if step == 1 else f'all of its {step:,} steps'}",
+            hint=f"{run.command('resume', f'--set train.steps={2 * step}')} continues it",
+            usage=True,
+        )
 
 
 def emulated_nodes(start: dict[str, Any]) -> tuple[int, int]:

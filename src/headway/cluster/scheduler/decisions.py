@@ -53,6 +53,10 @@ class ReasonCode(StrEnum):
     RUNS = "runs", "has held {gpus} GPUs since {since_s:.0f} s"
 
 
+WITHOUT_GPUS = "its CPUs and memory are free, and no higher-ranked job waits for them"
+"""The sentence of "first" for a job without GPUs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reason:
     """A code and its numbers."""
@@ -63,7 +67,9 @@ class Reason:
     @property
     def sentence(self) -> str:
         """The reason for people."""
-        return _ONE.sub(_singular, self.code.sentence.format(**dict(self.numbers)))
+        numbers = dict(self.numbers)
+        template = WITHOUT_GPUS if self.code is ReasonCode.FIRST and not numbers["gpus"] else self.code.sentence
+        return _ONE.sub(_singular, template.format(**numbers))
 
 
 _ONE = re.compile(r"(?<![\d.,])1 (GPU|job|node)s\b(?:(,? which|)( are| leave| lose))?")

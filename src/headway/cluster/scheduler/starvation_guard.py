@@ -104,12 +104,13 @@ def reserve_for_gang(snapshot: ClusterSnapshot, rows: Rows, policy: Policy, now:
 
 def _drained_s(snapshot: ClusterSnapshot, pool: int, nodes: Flags) -> float:
     """Return when the last non-preemptible job on some nodes of a pool ends by its limit."""
-    jobs, drained_s = snapshot.jobs, -math.inf
-    for row in snapshot.active[~jobs.preemptible[snapshot.active]].tolist():
-        number, placement = snapshot.placements[row]
-        if number == pool and nodes[placement.nodes].any():
-            drained_s = max(drained_s, float(jobs.since_s[row] + jobs.limit_s[row] - jobs.ran_s[row]))
-    return drained_s
+    jobs, fixed = snapshot.jobs, snapshot.active[~snapshot.jobs.preemptible[snapshot.active]].tolist()
+    here = [(row, snapshot.placements[row][1].nodes) for row in fixed if snapshot.placements[row][0] == pool]
+    if not here:
+        return -math.inf
+    rows = np.repeat([row for row, _ in here], [len(held) for _, held in here])  # one per job and node
+    rows = rows[nodes[np.concatenate([held for _, held in here])]]
+    return float((jobs.since_s[rows] + jobs.limit_s[rows] - jobs.ran_s[rows]).max(initial=-math.inf))
 
 
 def _lasting(snapshot: ClusterSnapshot, rows: Rows, rules: PreemptionRules, now: float) -> Flags:

@@ -148,8 +148,10 @@ def _alternatives(snapshot: ClusterSnapshot, now: float, policy: Policy, row: in
         if more != jobs.pools[row] and _would_start(snapshot, now, policy, row, pools=more):
             alternatives.append(Alternative("chip", pool.chip, f"accepting {pool.chip} too"))
             break
-    gpus = int(jobs.gpus[row])
-    most = _most(gpus, lambda count: _would_start(snapshot, now, policy, row, gpus=count))
+    gpus, machines = int(jobs.gpus[row]), max(int(jobs.machines[row]), 1)
+    most = machines * _most(
+        gpus // machines, lambda count: _would_start(snapshot, now, policy, row, gpus=machines * count)
+    )
     if most:
         alternatives.append(Alternative("gpus", most, f"requesting {plural(most, 'GPU')} instead of {gpus}"))
     return alternatives

@@ -1,6 +1,7 @@
 """What-if: free GPUs and quotas of a snapshot, to try decisions on without changing it."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -40,6 +41,8 @@ class WhatIf:
             self.fixed = int(jobs.least[active[~jobs.preemptible[active]]].sum())
         self._owed = set[int]()
         """Waiting jobs of tenants below their guarantees, if priorities differ."""
+        self._owed_counts = Counter[tuple[int, int]]()
+        """How many of them each tenant has of each priority."""
         self._yielding = self._yielding_borrowers(queue, policy)
         """Per row: non-preemptible jobs that must not borrow while such a job of higher priority waits."""
         self._needs_gpu_s, self._budget_left = self._budgets(queue, policy)
@@ -86,7 +89,9 @@ class WhatIf:
         priorities = jobs.priority[queue]
         if priorities.min() == priorities.max():
             return None
-        self._owed = set(queue[tenants.unmet_gpus()[jobs.tenant[queue]] > 0].tolist())
+        owed = queue[tenants.unmet_gpus()[jobs.tenant[queue]] > 0]
+        self._owed = set(owed.tolist())
+        self._owed_counts = Counter(zip(jobs.tenant[owed].tolist(), jobs.priority[owed].tolist(), strict=True))
         yielding = np.zeros(len(jobs.gpus), np.bool_)
         due = policy.preemption.levels(self.snapshot, queue, self.now) < 0  # these go first
         yielding[queue] = ~jobs.preemptible[queue] & ~due
@@ -127,7 +132,8 @@ class WhatIf:
         jobs, tenant = self.snapshot.jobs, int(self.snapshot.jobs.tenant[row])
         if self.used[tenant] + jobs.gpus[row] <= self.snapshot.tenants.guarantee[tenant]:
             return False
-        return any(jobs.tenant[job] != tenant and jobs.priority[job] > jobs.priority[row] for job in self._owed)
+        priority = int(jobs.priority[row])
+        return any(owed != tenant and higher > priority for (owed, higher), count in self._owed_counts.items() if count)
 
     def free_gpus(self, row: int, pool: int) -> FreeGpus:
         """Return the free GPUs of a pool on nodes that stay long enough for a job and are not reserved for another."""
@@ -275,7 +281,9 @@ class WhatIf:
     def take(self, row: int, pool: int, placement: Placement) -> None:
         """Count a waiting job as started."""
         self._count_fixed(row, 1)
-        self._owed.discard(row)
+        if row in self._owed:
+            self._owed.remove(row)
+            self._owed_counts[int(self.snapshot.jobs.tenant[row]), int(self.snapshot.jobs.priority[row])] -= 1
         if self.reservation is not None and self.reservation.row == row:
             self.reservation = None
         if self._needs_gpu_s is not None:

@@ -17,7 +17,7 @@ SHORTEST_S = 60.0
 """Of a token's life."""
 
 
-def _caller(request: Request) -> Principal:
+async def _caller(request: Request) -> Principal:  # async, or it would take a thread of its own
     principal: Principal = request.state.principal
     return principal
 

@@ -4,7 +4,7 @@ import time
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Path, Query, Request
+from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -16,7 +16,13 @@ from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.access_guard import AccessGuard, GuardSettings
 from headway.cluster.service.access_routes import Caller, add_access_routes
 from headway.cluster.service.accounts import Accounts
-from headway.cluster.service.api_document import ERROR_ANSWERS, complete_document, no_such_route, sentence_of
+from headway.cluster.service.api_document import (
+    ERROR_ANSWERS,
+    complete_document,
+    no_such_route,
+    plain_answer,
+    sentence_of,
+)
 from headway.cluster.service.audit import current_action
 from headway.cluster.service.certificates import Authority
 from headway.cluster.service.connection import UNKNOWN_NODE
@@ -148,12 +154,12 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
         tenants = tenants_of(caller)
         return {"ids": plane.submit_all([submission.new_job(caller, tenants) for submission in batch.jobs])}
 
-    @app.get("/api/v1/jobs")
+    @app.get("/api/v1/jobs", response_model=list[dict[str, Any]])
     def jobs(
         caller: Caller, job: Annotated[list[str] | None, Query(max_length=1000)] = None, over: bool = False
-    ) -> list[dict[str, Any]]:
+    ) -> Response:
         with store.read() as connection:
-            return list_jobs(connection, job or (), over=over, tenants=tenants_of(caller))
+            return plain_answer(list_jobs(connection, job or (), over=over, tenants=tenants_of(caller)))
 
     @app.get("/api/v1/jobs/{job}")
     def show(job: JobName, caller: Caller) -> list[dict[str, Any]]:
@@ -200,12 +206,13 @@ def _add_cluster_routes(app: FastAPI, service: LiveService) -> None:
     def health() -> dict[str, bool]:
         return {"ok": True}
 
-    @app.get("/api/v1/nodes")
-    def nodes(caller: Caller) -> list[dict[str, Any]]:
+    @app.get("/api/v1/nodes", response_model=list[dict[str, Any]])
+    def nodes(caller: Caller) -> Response:
         tenants = visible_tenants(caller, plane.cluster.values["tenants"])
         with store.read() as connection:
-            mine = tenant_jobs(connection, tenants)
-            return [own_node(node, mine) for node in list_nodes(connection)]
+            listed = list_nodes(connection)
+            mine = None if tenants is None else tenant_jobs(connection, tenants)
+        return plain_answer(listed if mine is None else [own_node(node, mine) for node in listed])
 
     @app.get("/api/v1/record")
     def record(after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000) -> Any:

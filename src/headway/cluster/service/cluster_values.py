@@ -6,11 +6,10 @@ from typing import Any
 
 from sqlalchemy import delete, func, insert, select, update
 
-from headway.cluster.engines.engine import OVER
 from headway.cluster.service.demand import EmptyCluster
 from headway.cluster.service.fleet import is_elsewhere
 from headway.cluster.service.store import Transaction
-from headway.cluster.service.tables import jobs, nodes, ranks, tenant_secrets
+from headway.cluster.service.tables import JOB_IS_ALIVE, jobs, nodes, ranks, tenant_secrets
 from headway.errors import UsageError
 
 
@@ -25,7 +24,7 @@ def record_specs(
         if is_elsewhere(transaction, spec["name"]):
             raise UsageError(
                 f"node '{spec['name']}' has joined from elsewhere, and this machine has the same name",
-                hint="--no-local-node, or headway node remove it",
+                hint="--no-local-node, or headway node rm it",
             )
         if spec["name"] not in known:
             values = {"name": spec["name"], "spec": json.dumps(spec), "state": "draining"}
@@ -56,7 +55,7 @@ def record_cluster(
 ) -> EmptyCluster:
     """Record nodes, tenants and policy if they are not those that are `recorded`; UsageError if they do not fit
     together."""
-    used = set(transaction.execute(select(jobs.c.tenant).where(jobs.c.state.not_in(OVER)).distinct()).scalars())
+    used = set(transaction.execute(select(jobs.c.tenant).where(JOB_IS_ALIVE).distinct()).scalars())
     gone = used - {tenant["name"] for tenant in values["tenants"]}
     if gone:
         raise UsageError(f"tenant {min(gone)} has jobs and is not listed any more", hint="list it until they are over")

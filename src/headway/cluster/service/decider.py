@@ -8,6 +8,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from base64 import b64decode, b64encode
 from dataclasses import asdict
 from queue import Empty, Queue
 from threading import Lock, Thread
@@ -18,7 +19,7 @@ from headway.cluster.scheduler.months import month_start
 from headway.cluster.scheduler.wait_reasons import explain_wait
 from headway.cluster.service.grants import LiveDecision, decode, encode
 from headway.cluster.service.live_state import LiveState
-from headway.cluster.service.record_lines import RecordLines
+from headway.cluster.service.record_lines import RecordLines, packed, unpacked
 from headway.cluster.service.trials import try_change
 from headway.errors import EngineError, UsageError
 
@@ -109,9 +110,10 @@ class DeciderProcess:
         answer: dict[str, Any] = self._ask(lines, {"simulate": now_s, "job": added, "policy": policy})["simulate"]
         return answer
 
-    def fold(self, lines: RecordLines, until: int) -> str:
-        """Return the state as JSON that so many lines lead to."""
-        return str(self._ask(lines, {"fold": until}, until)["fold"])
+    def fold(self, lines: RecordLines, until: int) -> bytes:
+        """Return the state that so many lines lead to, as a fold has it."""
+        # compressed there: to read tens of megabytes of JSON here would stop all threads meanwhile
+        return b64decode(self._ask(lines, {"fold": until}, until)["fold"])
 
     def _ask(self, lines: RecordLines, question: dict[str, Any], until: int | None = None) -> dict[str, Any]:
         with self._lock:
@@ -132,7 +134,7 @@ class DeciderProcess:
         assert process.stdin is not None
         fold, news = lines.since(self._seen, until)
         if fold is not None:
-            self._tell({"state": fold.text, "lines": []})
+            self._tell({"state": b64encode(fold.state).decode(), "lines": []})
             self._seen = fold.seq
         while len(news) > MOST_LINES:  # each part has its time: a long record must not look like a process that hangs
             self._tell({"lines": news[:MOST_LINES]})
@@ -192,7 +194,7 @@ def main() -> None:
     for text in sys.stdin:
         question = json.loads(text)
         if "state" in question:
-            decider.state = LiveState.from_json(question["state"])
+            decider.state = LiveState.from_json(unpacked(b64decode(question["state"])))
         decider.state.apply_all(question["lines"])
         try:
             if "why" in question:
@@ -201,7 +203,7 @@ def main() -> None:
                 job = None if question["job"] is None else job_from_json(question["job"])
                 answer = {"simulate": decider.simulate(lines, question["simulate"], job, question["policy"])}
             elif "fold" in question:
-                answer = {"fold": decider.state.to_json()}
+                answer = {"fold": b64encode(packed(decider.state.to_json())).decode()}
             elif "tenants" in question:
                 answer = {"tenants": decider.tenants(lines, question["tenants"])}
             elif "decide" not in question:

@@ -94,7 +94,8 @@ def _shown(request: LaunchRequest, what: str) -> str:
 def tenant_of(request: LaunchRequest, tenants: list[str]) -> str:
     """Return the tenant of a request; UsageError if it names none and there are several."""
     if "tenant" not in request.site and len(tenants) != 1:
-        raise UsageError(f"job {request.name} names no tenant", hint=f"--tenant with one of {', '.join(tenants)}")
+        hint = f"--tenant, or tenant in a job's file: one of {', '.join(tenants)}"
+        raise UsageError(f"job {request.name} names no tenant", hint=hint)
     return request.site.get("tenant", tenants[0])
 
 
@@ -125,13 +126,11 @@ class EmptyCluster:
         """Guarantees must fit into the `whole` cluster; one to which nodes may still come need not hold them."""
         self.values: dict[str, Any] = json.loads(json.dumps(values))
         self.tenants = [tenant["name"] for tenant in values["tenants"]]
-        state = LiveState()
-        state.apply({"at": 0.0, "cluster": self.values})
-        self._empty = state.snapshot
+        self._empty = _empty_cluster(self.values)
         if whole:
             self._empty.tenants.check_guarantees(self._empty.gpus)
         self._usable: dict[str, ClusterSnapshot] = {}
-        """The cluster as tenants see it whose jobs some nodes refuse."""
+        """The cluster as each tenant sees it whose jobs were checked: some nodes may refuse them."""
 
     def check_job(self, job: Job) -> None:
         """Raise UsageError, with the nearest that could run as its hint, for a job that can never run here."""
@@ -143,11 +142,16 @@ class EmptyCluster:
         self._usable_by(job.tenant).check_job(job)
 
     def _usable_by(self, tenant: str) -> ClusterSnapshot:
-        nodes = [node for node in self.values["nodes"] if tenant in node.get("tenants", [tenant])]
-        if len(nodes) == len(self.values["nodes"]) or tenant not in self.tenants:
+        if tenant not in self.tenants:  # whose names anybody may make up
             return self._empty
-        if tenant not in self._usable:
-            state = LiveState()
-            state.apply({"at": 0.0, "cluster": self.values | {"nodes": nodes}})
-            self._usable[tenant] = state.snapshot
+        if tenant not in self._usable:  # once: there may be ten thousand nodes
+            nodes = [node for node in self.values["nodes"] if tenant in node.get("tenants", [tenant])]
+            some = len(nodes) < len(self.values["nodes"])
+            self._usable[tenant] = _empty_cluster(self.values | {"nodes": nodes}) if some else self._empty
         return self._usable[tenant]
+
+
+def _empty_cluster(values: Mapping[str, Any]) -> ClusterSnapshot:
+    state = LiveState()
+    state.apply({"at": 0.0, "cluster": values})
+    return state.snapshot

@@ -17,13 +17,23 @@ from sqlalchemy import ColumnElement, Connection, Row, delete, insert, select, u
 from headway.cluster.service.node_state import NodeSilence
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import jobs, maintenance, node_conditions, nodes, ranks
+from headway.cluster.service.tables import (
+    RANK_IS_ALIVE,
+    few_at_a_time,
+    jobs,
+    maintenance,
+    node_conditions,
+    nodes,
+    ranks,
+)
 from headway.errors import UsageError
 
 AWAY_S = 30.0
 """A node that has not reported for so long gets no new jobs."""
 GIVE_UP_AFTER_S = 600.0
 """A node that has not reported for so long loses its jobs."""
+LOOK_EVERY_S = 1.0
+"""Between looks at all nodes."""
 LONGEST_WINDOW_S = 366 * 86400.0
 SHIFT_S = 30.0
 """How far the scheduler's time of a maintenance may be off: it stands still while no service runs."""
@@ -69,6 +79,7 @@ class Fleet:
     ) -> None:
         self._store, self._control, self._speed = store, control, speed
         self.give_up_after_s = give_up_after_s
+        self._monotonic, self._look_at = monotonic, monotonic()
         self.silence = NodeSilence(monotonic)
 
     # -- by operators
@@ -123,27 +134,28 @@ class Fleet:
     # -- by silence and time
 
     def look(self) -> None:
-        """Note which nodes are silent, give up those that are for too long, and keep maintenance at its time."""
+        """Note which nodes are silent, give up those that are for too long, and keep maintenance at its time: once in
+        LOOK_EVERY_S, however many cycles there are."""
+        if self._monotonic() < self._look_at:
+            return
+        self._look_at = self._monotonic() + LOOK_EVERY_S
         self.silence.look()
         with self._store.read() as connection:
             rows = connection.execute(select(nodes.c.name, nodes.c.state)).all()
-            away = [row.name for row in rows if self.silence.silent_s(row.name) > AWAY_S]
+            away = self.silence.silent_for(AWAY_S, (row.name for row in rows))
             new = [row.name for row in rows if row.name in away and row.state in ("healthy", "quarantined")]
-            gone = [name for name in away if self._is_given_up(name) and _jobs_on(connection, name)]
+            silent = self.silence.silent_for(self.give_up_after_s, away)
+            gone = sorted(silent & _busy_nodes(connection)) if silent else []
             moved = self._moved_windows(connection)
         if not new and not gone and not moved:
             return
         with self._store.write() as transaction:
-            for name in new:
-                self.set_state(transaction, name, "draining")
-            for name in gone:
-                if self._is_given_up(name):  # it may have reported meanwhile
-                    self._give_up(transaction, name)
+            # some may have reported meanwhile
+            self.set_states(transaction, sorted(self.silence.silent_for(AWAY_S, new)), "draining")
+            for name in sorted(self.silence.silent_for(self.give_up_after_s, gone)):
+                self._give_up(transaction, name)
             self._record_windows(transaction)
         self._control.nodes_changed({*new, *gone, *transaction.nodes})
-
-    def _is_given_up(self, name: str) -> bool:
-        return self.silence.silent_s(name) > self.give_up_after_s
 
     def _give_up(self, transaction: Transaction, name: str) -> None:
         rows = _jobs_on(transaction, name)
@@ -157,9 +169,17 @@ class Fleet:
 
     def set_state(self, transaction: Transaction, name: str, state: str) -> None:
         """Record the state of a node, if it changes."""
-        changed = (nodes.c.name == name) & (nodes.c.state != state)
-        if transaction.execute(update(nodes).where(changed).values(state=state)).rowcount:
-            transaction.add_lines([{"at": self._control.now_s, "node": name, "state": state}])
+        self.set_states(transaction, [name], state)
+
+    def set_states(self, transaction: Transaction, names: Sequence[str], state: str) -> None:
+        """Record the state of nodes, of those for which it changes."""
+        at = self._control.now_s
+        for some in few_at_a_time(names):
+            changing = nodes.c.name.in_(some) & (nodes.c.state != state)
+            changed = transaction.execute(select(nodes.c.name).where(changing)).scalars().all()
+            if changed:
+                transaction.execute(update(nodes).where(changing).values(state=state))
+                transaction.add_lines([{"at": at, "node": name, "state": state} for name in changed])
 
     @staticmethod
     def set_problems(transaction: Transaction, name: str, problems: str) -> None:
@@ -234,7 +254,12 @@ def is_cordoned(transaction: Transaction, name: str) -> bool:
 
 def on_node(name: str) -> ColumnElement[bool]:
     """Condition for ranks: what is on a node."""
-    return (ranks.c.node == name) & (ranks.c.state != "exited")
+    return (ranks.c.node == name) & RANK_IS_ALIVE
+
+
+def _busy_nodes(connection: Connection) -> set[str]:
+    """The nodes that have something to run."""
+    return set(connection.execute(select(ranks.c.node).where(RANK_IS_ALIVE).distinct()).scalars())
 
 
 def _jobs_on(connection: Connection | Transaction, name: str) -> Sequence[Row[Any]]:

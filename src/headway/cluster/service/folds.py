@@ -9,7 +9,6 @@ read and decided again.
 import gzip
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ def take_fold(store: ServiceStore) -> Fold | None:
         return None
     decider = DeciderProcess()
     try:
-        state = zlib.compress(decider.fold(lines, seq).encode(), 1)
+        state = decider.fold(lines, seq)
     finally:
         decider.close()
     fold = Fold(seq, at, digest, cluster, state)

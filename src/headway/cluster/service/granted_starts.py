@@ -8,10 +8,8 @@ from sqlalchemy import bindparam, delete, insert, select, update
 
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.store import Transaction
-from headway.cluster.service.tables import allocations, jobs, nodes, ranks
+from headway.cluster.service.tables import allocations, few_at_a_time, jobs, nodes, ranks
 
-MOST_VALUES = 500
-"""Of one IN: databases limit the variables of a statement."""
 _STARTING = (
     update(jobs)
     .where(jobs.c.id == bindparam("job"))
@@ -26,8 +24,8 @@ def grant_starts(transaction: Transaction, decisions: Sequence[LiveDecision], wa
     own = [decision.job for decision in decisions]
     known = _read(transaction, jobs.c.id, {*own, *(job for decision in decisions for job in decision.after)})
     specs = _read(transaction, nodes.c.name, {decision.grant[0][0] for decision in decisions})
-    for first in range(0, len(own), MOST_VALUES):
-        transaction.execute(delete(ranks).where(ranks.c.job.in_(own[first : first + MOST_VALUES])))
+    for some in few_at_a_time(own):
+        transaction.execute(delete(ranks).where(ranks.c.job.in_(some)))
     starting, held, granted = [], [], []
     for decision in decisions:
         job = known[decision.job]
@@ -59,11 +57,10 @@ def grant_starts(transaction: Transaction, decisions: Sequence[LiveDecision], wa
 
 def _read(transaction: Transaction, column: Any, names: set[str]) -> dict[str, Any]:
     """Return rows of a table by name."""
-    rows, ordered = dict[str, Any](), sorted(names)
-    for first in range(0, len(ordered), MOST_VALUES):
-        wanted = column.in_(ordered[first : first + MOST_VALUES])
-        columns = (jobs.c.starts, jobs.c.tenant, jobs.c.demand) if column.table is jobs else (nodes.c.spec,)
-        rows |= {row[0]: row for row in transaction.execute(select(column, *columns).where(wanted))}
+    rows = dict[str, Any]()
+    columns = (jobs.c.starts, jobs.c.tenant, jobs.c.demand) if column.table is jobs else (nodes.c.spec,)
+    for some in few_at_a_time(names):
+        rows |= {row[0]: row for row in transaction.execute(select(column, *columns).where(column.in_(some)))}
     return rows
 
 

@@ -5,7 +5,7 @@ free ids first, and then those of jobs that are stopped in the same cycle; it wa
 stopped job holds and no start will get stays occupied until then.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,12 +45,13 @@ class Holdings:
     grants: dict[str, Grant] = field(default_factory=dict)
     """Of each job that starts, runs or ends."""
 
-    def held(self, jobs: Iterable[str]) -> dict[str, set[str]]:
-        """Return the GPU ids that jobs hold, by node."""
+    def held(self, jobs: Iterable[str], nodes: Container[str]) -> dict[str, set[str]]:
+        """Return the GPU ids that jobs hold on some nodes."""
         taken: dict[str, set[str]] = {}
         for job in jobs:
             for node, ids in self.grants.get(job, ()):
-                taken.setdefault(node, set()).update(ids)
+                if node in nodes:
+                    taken.setdefault(node, set()).update(ids)
         return taken
 
 
@@ -67,9 +68,8 @@ def grant_decisions(snapshot: ClusterSnapshot, holdings: Holdings, decisions: Se
     names = snapshot.jobs.names
     stopped = [names[decision.job] for decision in decisions if decision.kind in STOPS]
     ending = [names[row] for row in snapshot.ending]
-    starts = any(decision.kind == "start" for decision in decisions)
-    taken = holdings.held(holdings.grants) if starts else {}
-    leaving = {node: set(ids) for node, ids in holdings.held(stopped).items()}
+    used = _nodes_of_starts(snapshot, decisions)
+    taken, leaving = (holdings.held(jobs, used) if used else {} for jobs in (holdings.grants, stopped))
     cpus, memory = _unoccupied(snapshot, ending)
     live, waiting = list[LiveDecision](), [*stopped, *ending]
     for decision in decisions:
@@ -97,6 +97,17 @@ def grant_decisions(snapshot: ClusterSnapshot, holdings: Holdings, decisions: Se
         after = tuple(other for other in waiting if any(node in blocked for node, _ in holdings.grants.get(other, ())))
         live.append(LiveDecision("start", job, decision.reason, tuple(grant), after))
     return live
+
+
+def _nodes_of_starts(snapshot: ClusterSnapshot, decisions: Sequence[Decision]) -> set[str]:
+    """Return the nodes on which something starts."""
+    names, pools = snapshot.nodes.names, snapshot.nodes.pools
+    return {
+        names[row]
+        for decision in decisions
+        if decision.kind == "start"
+        for row in (decision.placement.nodes + pools[decision.pool].first).tolist()
+    }
 
 
 def _unoccupied(snapshot: ClusterSnapshot, ending: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

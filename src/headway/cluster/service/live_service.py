@@ -22,6 +22,8 @@ from headway.cluster.service.webhooks import EventWebhook, WebhookFollower
 from headway.errors import EngineError, HeadwayError, UnknownNode
 
 AGENT_CHECK_S = 0.5
+LEAST_GAP_S = 0.05
+"""Between cycles, however much changes."""
 RETRY_S = 1.0
 """Between cycles while the database fails."""
 FOLD_RETRY_S = 60.0
@@ -119,6 +121,7 @@ class LiveService:
         outdated = False
         while not self.stopping.is_set():
             if not outdated:
+                self.stopping.wait(LEAST_GAP_S)  # what comes meanwhile is decided together
                 self.plane.changed.wait(MAX_GAP_S)
             self.plane.changed.clear()
             began = time.monotonic()

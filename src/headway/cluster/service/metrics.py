@@ -6,8 +6,7 @@ from collections import Counter as Count
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from sqlalchemy import Connection, func, select
 
-from headway.cluster.engines.engine import OVER
-from headway.cluster.service.tables import jobs, nodes, ranks
+from headway.cluster.service.tables import JOB_IS_ALIVE, JOB_WAITS, jobs, nodes, ranks
 
 CYCLE_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -68,11 +67,11 @@ class ServiceMetrics:
             self._held.labels(chip).set(held[chip])
 
     def _read_jobs(self, connection: Connection, now: float) -> None:
-        counts = select(jobs.c.tenant, jobs.c.state, func.count().label("number")).where(jobs.c.state.not_in(OVER))
+        counts = select(jobs.c.tenant, jobs.c.state, func.count().label("number")).where(JOB_IS_ALIVE)
         for row in connection.execute(counts.group_by(jobs.c.tenant, jobs.c.state)):
             self._jobs.labels(row.tenant, row.state).set(row.number)
         wanted, oldest = Count[str](), dict[str, float]()
-        waiting = select(jobs.c.tenant, jobs.c.demand, jobs.c.submitted).where(jobs.c.state == "waiting")
+        waiting = select(jobs.c.tenant, jobs.c.demand, jobs.c.submitted).where(JOB_IS_ALIVE & JOB_WAITS)
         for row in connection.execute(waiting):
             wanted[row.tenant] += json.loads(row.demand)["gpus"]
             oldest[row.tenant] = min(oldest.get(row.tenant, now), row.submitted)

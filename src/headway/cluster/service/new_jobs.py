@@ -70,6 +70,7 @@ def queue_jobs(
     for table, values in ((jobs, rows), (dependencies, needs)):
         if values:
             transaction.execute(insert(table), values)
+    transaction.add_lines([{"at": now_s, "job": json.loads(row["demand"])} for row in rows if row["offered"]])
     return queued
 
 
@@ -106,6 +107,8 @@ def job_rows(new: NewJob, number: int, now_s: float, wall_s: float, tenants: lis
     request = new.request
     names = [f"{number}_{task}" for task in range(request.array)] if request.array else [str(number)]
     text = json.dumps(request_to_json(request))
+    limited = request.array is not None and request.at_once is not None
+    offered = not limited and not requested_dependencies(request)  # else offers.py looks when its turn has come
     rows = []
     for task, name in enumerate(names):
         job = job_of(request, name, now_s, tenants)
@@ -118,6 +121,7 @@ def job_rows(new: NewJob, number: int, now_s: float, wall_s: float, tenants: lis
                 "request": text,
                 "demand": json.dumps(job_to_json(job)),
                 "state": "waiting",
+                "offered": offered,
                 "submitted": wall_s,
                 "array": str(number) if request.array else None,
                 "at_once": request.at_once,

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import to_jsonable_python
 
+from headway.cluster.service.api_document import plain_answer
 from headway.cluster.service.certificates import Authority
 from headway.cluster.service.join import (
     JoinRequest,
@@ -91,16 +91,17 @@ def add_node_routes(app: FastAPI, service: LiveService, authority: Authority | N
     """Add the routes; without an authority no node can join."""
     plane, store = service.plane, service.store
 
-    @app.post("/api/v1/sync")
-    async def sync(body: NodeSync, request: Request) -> Any:
+    @app.post("/api/v1/sync", response_model=Any)
+    async def sync(body: NodeSync, request: Request) -> Response:
         report = REPORT.validate_python(body.report)
         check_protocol(report.node, body.protocol, "")
         changes = plane.node_changes
         if body.version is not None:
             await changes.wait(report.node, body.version, body.wait_s, service.stopping)
         version = changes.version(report.node)
-        orders = await run_in_threadpool(plane.sync, report, request.scope.get(PEER))
-        return {"version": version, "orders": to_jsonable_python(orders)}
+        peer = request.scope.get(PEER)
+        orders = plane.reports.repeated(report, peer) or await run_in_threadpool(plane.sync, report, peer)
+        return plain_answer({"version": version, "orders": orders})
 
     @app.post("/api/v1/join")
     def join_cluster(asked: JoinRequest) -> Joined:

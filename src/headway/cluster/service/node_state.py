@@ -1,5 +1,6 @@
 """Which state a node is in, and for how long it has been silent: pure, but for a clock that is an argument."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from headway.cluster.service.messages import NodeReport
@@ -38,22 +39,27 @@ class NodeSilence:
     """How long nodes have not reported, by a clock that neither jumps nor goes back."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._looked = clock, clock()
+        self._clock = clock
+        self._looked = clock(), 0.0
+        """When the service last looked, and how long it had been awake by then: replaced as a whole."""
         self._reported: dict[str, float] = {}
+        """How long the service had been awake when each node last reported."""
 
     def hear(self, *names: str) -> None:
         """Note that nodes have reported, or are expected to from now on."""
-        now = self._clock()
-        self._reported |= dict.fromkeys(names, now)
+        awake_s = self._awake_s()
+        for name in names:
+            self._reported[name] = awake_s
 
     def look(self) -> None:
         """Note that the service is awake: time beyond LONGEST_LOOK_S since the last look is no silence of any node."""
-        now = self._clock()
-        missed = max(now - self._looked - LONGEST_LOOK_S, 0.0)
-        self._reported = {name: min(reported + missed, now) for name, reported in self._reported.items()}
-        self._looked = now
+        self._looked = self._clock(), self._awake_s()
 
-    def silent_s(self, name: str) -> float:
-        """Seconds since a node has reported; infinite for one that is not expected to."""
-        reported = self._reported.get(name)
-        return float("inf") if reported is None else self._clock() - reported
+    def silent_for(self, seconds: float, names: Iterable[str]) -> set[str]:
+        """The nodes that have not reported for longer."""
+        since = self._awake_s() - seconds
+        return {name for name in names if self._reported.get(name, -math.inf) < since}
+
+    def _awake_s(self) -> float:
+        looked, awake_s = self._looked
+        return awake_s + min(self._clock() - looked, LONGEST_LOOK_S)

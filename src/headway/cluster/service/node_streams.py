@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from headway.cluster.service.connection import ServiceConnection
-from headway.cluster.service.messages import WantedStream
+from headway.cluster.service.messages import WantedStream, start_folder
 from headway.cluster.service.stream_carrier import carry
 from headway.errors import EngineError, HeadwayError
 
@@ -50,7 +50,7 @@ class NodeStreams:
             connection.post(f"{path}/failure", {"reason": reason[:400]})
 
     def _connect(self, stream: WantedStream) -> socket.socket:
-        if not listens(self._starts / stream.start, stream.port):
+        if not listens(self._starts, stream.start, stream.port):
             job = stream.start.partition(":")[0]
             raise EngineError(f"no process of job {job} listens on {LOOPBACK}:{stream.port}")
         channel = socket.create_connection((LOOPBACK, stream.port), CONNECT_S)
@@ -58,10 +58,10 @@ class NodeStreams:
         return channel
 
 
-def listens(start: Path, port: int) -> bool:
-    """Whether whatever listens on a port belongs to a start: other ports of the node are not for the job's user."""
+def listens(starts: Path, start: str, port: int) -> bool:
+    """Whether whatever listens on a port belongs to a start, by its key: other ports are not for the job's user."""
     try:
-        session = int((start / "pid").read_text().split()[1])
+        session = int((starts / start_folder(start) / "pid").read_text().split()[1])
     except (OSError, ValueError, IndexError):
         return False
     owners = [

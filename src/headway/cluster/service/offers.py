@@ -1,7 +1,7 @@
 """Which waiting jobs the scheduler is told of: their dependencies are over, and few enough of their array run."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,7 @@ from sqlalchemy import Connection, Row, func, select, union_all, update
 
 from headway.cluster.engines.engine import OVER
 from headway.cluster.service.store import Transaction
-from headway.cluster.service.tables import dependencies, jobs
-
-MOST_VALUES = 500
-"""Of one IN: databases limit the variables of a statement."""
+from headway.cluster.service.tables import JOB_IS_ALIVE, JOB_IS_NEW, dependencies, few_at_a_time, jobs
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,8 @@ def find_offers(connection: Connection) -> Offers | None:
     if not waiting:
         return None
     unmet, refused = _unmet_dependencies(connection)
-    offered = [row.id for row in _to_offer(waiting, _array_counts(connection), {*unmet, *refused})]
+    limited = {row.array for row in waiting if row.array is not None and row.at_once is not None}
+    offered = [row.id for row in _to_offer(waiting, _array_counts(connection, limited), {*unmet, *refused})]
     sentences = {row.id: _waits_for(unmet[row.id]) for row in waiting if row.id in unmet and row.id not in refused}
     reasons = {row.id: sentences[row.id] for row in waiting if sentences.get(row.id, row.reason) != row.reason}
     return Offers(offered, refused, reasons) if offered or refused or reasons else None
@@ -40,40 +38,40 @@ def find_offers(connection: Connection) -> Offers | None:
 
 def record_offers(transaction: Transaction, offers: Offers, now_s: float, wall_s: float) -> list[str]:
     """Record what becomes of jobs that still wait, and return those that were refused."""
-    waits = (jobs.c.state == "waiting") & ~jobs.c.offered
     refused = []
     for name, reason in offers.refused.items():
         values = {"state": "cancelled", "reason": reason, "ended": wall_s}
-        if transaction.execute(update(jobs).where((jobs.c.id == name) & waits).values(values)).rowcount:
+        if transaction.execute(update(jobs).where((jobs.c.id == name) & JOB_IS_NEW).values(values)).rowcount:
             refused.append(name)
     for name, reason in offers.reasons.items():
-        transaction.execute(update(jobs).where((jobs.c.id == name) & waits).values(reason=reason))
+        transaction.execute(update(jobs).where((jobs.c.id == name) & JOB_IS_NEW).values(reason=reason))
     transaction.add_lines(_offer(transaction, offers.offered, now_s))
     return refused
 
 
 def _unoffered(connection: Connection) -> Sequence[Row[Any]]:
     """Waiting jobs that the scheduler does not know, in order of submission."""
-    waiting = (jobs.c.state == "waiting") & ~jobs.c.offered
     columns = (jobs.c.id, jobs.c.array, jobs.c.at_once, jobs.c.held, jobs.c.demand, jobs.c.reason)
-    query: Any = select(*columns).where(waiting).order_by(jobs.c.number)
+    query: Any = select(*columns).where(JOB_IS_NEW).order_by(jobs.c.number)
     rows: Sequence[Row[Any]] = connection.execute(query).all()
     return rows
 
 
-def _array_counts(connection: Connection) -> dict[str, int]:
-    """How many tasks of each limited array the scheduler knows."""
-    live = jobs.c.offered & jobs.c.at_once.is_not(None) & jobs.c.state.not_in(OVER)
-    counts = select(jobs.c.array, func.count().label("tasks")).where(live).group_by(jobs.c.array)
-    return {row.array: row.tasks for row in connection.execute(counts)}
+def _array_counts(connection: Connection, arrays: Collection[str]) -> dict[str, int]:
+    """How many tasks of each of these arrays the scheduler knows."""
+    counted = dict[str, int]()
+    for some in few_at_a_time(arrays):
+        live = jobs.c.array.in_(some) & jobs.c.offered & JOB_IS_ALIVE
+        counts = select(jobs.c.array, func.count().label("tasks")).where(live).group_by(jobs.c.array)
+        counted |= {row.array: row.tasks for row in connection.execute(counts)}
+    return counted
 
 
 def _unmet_dependencies(connection: Connection) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return what jobs still wait for, and what became of those that can never be offered: sentences by job."""
-    waiting = jobs.alias("waiting")
-    matching = (dependencies.c.job == waiting.c.id) & (waiting.c.state == "waiting") & ~waiting.c.offered
+    new = dependencies.c.job.in_(select(jobs.c.id).where(JOB_IS_NEW).correlate(None))
     columns = (dependencies.c.job, dependencies.c.needs, dependencies.c.condition, jobs.c.state)
-    pairs = select(*columns).select_from(dependencies.join(waiting, matching))
+    pairs = select(*columns).select_from(dependencies).where(new)
     rows = connection.execute(
         union_all(
             pairs.join(jobs, jobs.c.id == dependencies.c.needs),
@@ -93,8 +91,8 @@ def _unmet_dependencies(connection: Connection) -> tuple[dict[str, list[str]], d
 def _offer(transaction: Transaction, names: Sequence[str], now_s: float) -> list[dict[str, Any]]:
     """Note that the scheduler knows jobs, if they still wait; return the lines that tell it."""
     lines = list[dict[str, Any]]()
-    for first in range(0, len(names), MOST_VALUES):
-        matching = jobs.c.id.in_(names[first : first + MOST_VALUES]) & (jobs.c.state == "waiting") & ~jobs.c.offered
+    for some in few_at_a_time(names):
+        matching = jobs.c.id.in_(some) & JOB_IS_NEW
         query = select(jobs.c.id, jobs.c.demand, jobs.c.held).where(matching).order_by(jobs.c.number)
         rows = transaction.execute(query).all()
         transaction.execute(update(jobs).where(matching).values(offered=True, reason=""))
@@ -110,7 +108,7 @@ def _to_offer(waiting: Sequence[Row[Any]], active: dict[str, int], blocked: set[
     for row in waiting:
         if row.id in blocked:
             continue
-        if row.at_once is not None:
+        if row.array is not None and row.at_once is not None:
             if active.get(row.array, 0) >= row.at_once:
                 continue
             active[row.array] = active.get(row.array, 0) + 1

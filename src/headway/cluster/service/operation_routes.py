@@ -5,13 +5,14 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Query, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_jsonable_python
 
 from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.access_routes import Caller
+from headway.cluster.service.api_document import plain_answer
 from headway.cluster.service.demand import job_of
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.ownership import own_request
@@ -110,17 +111,17 @@ def add_operation_routes(app: FastAPI, service: LiveService) -> None:
     def tenants_of(caller: Principal) -> frozenset[str] | None:
         return visible_tenants(caller, plane.cluster.values["tenants"])
 
-    @app.get("/api/v1/events")
+    @app.get("/api/v1/events", response_model=EventsAnswer)
     def events(
         caller: Caller,
         after: Annotated[int, Query(ge=0, le=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = 1000,
-    ) -> EventsAnswer:
+    ) -> Response:
         after = min(max(after, plane.lines.first), len(plane.lines))
         lines = plane.lines[after : after + limit]
         with store.read() as connection:
             happened = name_jobs(connection, own_events(connection, after, lines, tenants_of(caller)))
-        return EventsAnswer(after=after + len(lines), events=[EventAnswer(**event) for event in happened])
+        return plain_answer({"after": after + len(lines), "events": happened})
 
     @app.post("/api/v1/simulate")
     def simulate(trial: Trial, caller: Caller) -> TrialAnswer:
@@ -157,7 +158,7 @@ def add_operation_routes(app: FastAPI, service: LiveService) -> None:
         begins, ends = month_of(name)
         with store.read() as connection:
             held = allocations_in(connection, begins, ends, tenants_of(caller))
-        rows = [asdict(row) for row in usage_of(held, begins, ends, now, {})]
+        rows = [asdict(row) for row in usage_of(held, begins, ends, now, {}, plane.speed)]
         return MonthAnswer(month=name, usage=[UsageAnswer(**row) for row in rows])
 
     @app.get("/metrics", response_class=PlainTextResponse)

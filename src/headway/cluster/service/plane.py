@@ -23,6 +23,7 @@ from headway.cluster.service.exits import finish_if_exited
 from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet
 from headway.cluster.service.granted_starts import grant_starts
 from headway.cluster.service.grants import LiveDecision
+from headway.cluster.service.group_commit import GroupCommit
 from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.messages import NodeOrders, NodeReport
 from headway.cluster.service.new_jobs import NewJob, queue_jobs
@@ -33,11 +34,20 @@ from headway.cluster.service.port_streams import PortStreams
 from headway.cluster.service.record_lines import RecordLines
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
-from headway.cluster.service.tables import jobs, node_conditions, nodes, ranks
+from headway.cluster.service.tables import (
+    JOB_IS_OFFERED,
+    RANK_IS_ALIVE,
+    RANK_IS_GRANTED,
+    jobs,
+    node_conditions,
+    nodes,
+    ranks,
+)
 from headway.cluster.service.visibility import own_reason
 from headway.errors import EngineError, UsageError
 
 ALIVE = ("starting", "running", "ending")
+_LAST_JOB = select(func.max(jobs.c.number))
 
 
 class ControlPlane:
@@ -57,6 +67,7 @@ class ControlPlane:
         time passes `speed` times as fast, for emulated clusters. Without `secrets` those of jobs can be read by this
         plane only."""
         self._store, self._clock, self._speed = store, clock, speed
+        self._group = GroupCommit(store)
         self._began = clock()
         self._offset = store.lines.last_at
         self._cluster: EmptyCluster | None = None
@@ -79,6 +90,11 @@ class ControlPlane:
     def wall_s(self) -> float:
         """Unix seconds."""
         return self._clock()
+
+    @property
+    def speed(self) -> float:
+        """How many times as fast as those the scheduler's seconds pass."""
+        return self._speed
 
     def nodes_changed(self, names: Iterable[str] | None = None) -> None:
         """Have the scheduler look again, and those of these nodes (None: all) for which something has changed."""
@@ -155,15 +171,19 @@ class ControlPlane:
         now, tenants = self.now_s, self.cluster.tenants
         for new in submissions:
             self.cluster.check_job(job_of(new.request, new.request.name, now, tenants))
-        with self._store.write() as transaction:
-            number = (transaction.execute(select(func.max(jobs.c.number))).scalar() or 0) + 1
-            queued = queue_jobs(transaction, submissions, number, now, self._clock(), tenants)
+
+        def queue(transaction: Transaction) -> list[str]:
+            number = (transaction.execute(_LAST_JOB).scalar() or 0) + 1
+            queued = queue_jobs(transaction, submissions, number, self.now_s, self._clock(), tenants)
             for new, names in queued.added:
                 tenant = tenant_of(new.request, tenants)
                 self._keep_secrets(transaction, new.request, names, tenant, new.secrets)
             describe(f"jobs {', '.join(queued.ids)}")
+            return queued.ids
+
+        ids = self._group.run(queue)
         self.nodes_changed(())
-        return queued.ids
+        return ids
 
     def _keep_secrets(
         self,
@@ -174,6 +194,8 @@ class ControlPlane:
         values: Mapping[str, str],
     ) -> None:
         """Keep the secrets that came with a submission; UsageError if one is missing."""
+        if not request.secrets:
+            return
         missing = missing_secrets(transaction, tenant, request.secrets, values)
         if missing:
             raise UsageError(
@@ -287,7 +309,7 @@ class ControlPlane:
 
     def waits(self) -> bool:
         """Whether a job waits that the scheduler may start, or has to leave its node."""
-        able = (jobs.c.state == "waiting") & jobs.c.offered & ~jobs.c.held
+        able = JOB_IS_OFFERED & ~jobs.c.held
         with self._store.read() as connection:
             waiting = connection.execute(select(jobs.c.id).where(able).limit(1)).first() is not None
         return waiting or self.fleet.leaves_soon(DRAIN_LEAD_S)
@@ -319,17 +341,17 @@ class ControlPlane:
         """Ask nodes to start what nothing stands in the way of any more, all ranks of a job or none; return how many
         jobs."""
         with self._store.read() as connection:
-            granted = connection.execute(select(ranks).where(ranks.c.state == "granted")).all()
+            granted = connection.execute(select(ranks).where(RANK_IS_GRANTED)).all()
             if not granted:
                 return 0
             before = {job for row in granted for job, _ in json.loads(row.after)}
-            running = select(ranks.c.job, ranks.c.start).where((ranks.c.state != "exited") & ranks.c.job.in_(before))
+            running = select(ranks.c.job, ranks.c.start).where(RANK_IS_ALIVE & ranks.c.job.in_(before))
             alive = {(row.job, row.start) for row in connection.execute(running)}
         ready = {row.job for row in granted if not alive & {(job, start) for job, start in json.loads(row.after)}}
         if not ready:
             return 0
         with self._store.write() as transaction:
-            mine = ranks.c.job.in_(ready) & (ranks.c.state == "granted")
+            mine = ranks.c.job.in_(ready) & RANK_IS_GRANTED
             transaction.execute(update(ranks).where(mine).values(state="issued"))
         self.nodes_changed({row.node for row in granted if row.job in ready})
         return len(ready)

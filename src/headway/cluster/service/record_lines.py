@@ -26,7 +26,17 @@ class Fold:
     @property
     def text(self) -> str:
         """LiveState as JSON."""
-        return zlib.decompress(self.state).decode()
+        return unpacked(self.state)
+
+
+def packed(state: str) -> bytes:
+    """LiveState as JSON, as folds have it."""
+    return zlib.compress(state.encode(), 1)
+
+
+def unpacked(state: bytes) -> str:
+    """What `packed` was given."""
+    return zlib.decompress(state).decode()
 
 
 class RecordLines(Sequence[Line]):

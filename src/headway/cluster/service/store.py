@@ -15,7 +15,7 @@ import xxhash
 from sqlalchemy import Connection, Engine, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from headway.cluster.service.audit import unrecorded_action
+from headway.cluster.service.audit import Action, unrecorded_action
 from headway.cluster.service.faults import WritePoints
 from headway.cluster.service.record_lines import Fold, RecordLines
 from headway.cluster.service.tables import FORMAT, audit, database_error, facts, folds, record
@@ -92,9 +92,7 @@ class ServiceStore:
                 self._in_doubt = True
                 transaction = Transaction(connection, self.sum, len(self.lines))
                 yield transaction
-                action = unrecorded_action()
-                if action is not None:
-                    transaction.execute(insert(audit), [action.entry()])
+                action = transaction.note_action()
                 self._points.reach("before commit")
             if action is not None:
                 action.recorded = True
@@ -118,7 +116,7 @@ class Transaction:
     """A transaction, and the lines that it adds to the record."""
 
     def __init__(self, connection: Connection, digest: str, count: int) -> None:
-        self.execute = connection.execute
+        self.execute, self._connection = connection.execute, connection
         self.sum, self._count = digest, count
         self.lines: list[dict[str, Any]] = []
         self.nodes = set[str]()
@@ -135,6 +133,25 @@ class Transaction:
             self.lines.append(json.loads(text))
         if rows:
             self.execute(insert(record), rows)
+
+    def note_action(self) -> Action | None:
+        """Add the entry of the current action to the audit log, and return the action; None if it needs none."""
+        action = unrecorded_action()
+        if action is not None:
+            self.execute(insert(audit), [action.entry()])
+        return action
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """A part of the transaction: if it fails, nothing of it is left, and the others are not concerned."""
+        digest, count, lines, nodes = self.sum, self._count, len(self.lines), set(self.nodes)
+        try:
+            with self._connection.begin_nested():
+                yield
+        except BaseException:
+            self.sum, self._count, self.nodes = digest, count, nodes
+            del self.lines[lines:]
+            raise
 
 
 def _newest_fold(connection: Connection) -> Fold | None:

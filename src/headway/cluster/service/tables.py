@@ -1,6 +1,6 @@
 """The tables of the service, and how its database is opened: SQLite by default, PostgreSQL by URL."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,18 @@ from sqlalchemy import (
     Text,
     create_engine,
     event,
+    literal_column,
     make_url,
 )
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
+from headway.cluster.engines.engine import OVER
 from headway.errors import EngineError, UsageError
 
 FORMAT = 1
+MOST_VALUES = 500
+"""Of one IN: databases limit the variables of a statement."""
 metadata = MetaData()
 
 facts = Table("facts", metadata, Column("name", String(40), primary_key=True), Column("value", Text, nullable=False))
@@ -61,9 +65,16 @@ jobs = Table(
     Column("array", String(40)),  # id that the tasks of an array share
     Column("at_once", Integer),
     Column("key", String(400), unique=True),  # of the submission: repeating it has no effect
-    Index("jobs_by_state", "state"),
     Index("jobs_by_array", "array"),
+    Index("jobs_by_name", "name"),
 )
+# Conditions are literal, not parameters, so that databases see that an index holds all rows that match. There is no
+# index of all states: SQLite would take it instead, and read fifty thousand waiting jobs to find the new ones.
+_OVER = [literal_column(f"'{state}'") for state in sorted(OVER)]
+JOB_IS_OVER, JOB_IS_ALIVE = jobs.c.state.in_(_OVER), jobs.c.state.not_in(_OVER)
+JOB_WAITS = jobs.c.state == literal_column("'waiting'")
+JOB_IS_NEW, JOB_IS_OFFERED = JOB_WAITS & ~jobs.c.offered, JOB_WAITS & jobs.c.offered
+"""Whether the scheduler knows a waiting job."""
 
 ranks = Table(
     "ranks",
@@ -81,6 +92,21 @@ ranks = Table(
     Index("ranks_by_node", "node", "state"),
 )
 """One row per node of a job's newest start: what the node is to run."""
+RANK_IS_ALIVE = ranks.c.state != literal_column("'exited'")
+RANK_IS_GRANTED = ranks.c.state == literal_column("'granted'")
+
+
+def _partial_index(name: str, column: Column[Any], condition: Any) -> None:
+    """Have a database find the rows of a condition, however many others there are."""
+    Index(name, column, sqlite_where=condition, postgresql_where=condition)
+
+
+_partial_index("jobs_over", jobs.c.number, JOB_IS_OVER)
+_partial_index("jobs_alive", jobs.c.number, JOB_IS_ALIVE)
+_partial_index("jobs_offered", jobs.c.number, JOB_IS_OFFERED)
+_partial_index("jobs_new", jobs.c.number, JOB_IS_NEW)
+_partial_index("ranks_alive", ranks.c.node, RANK_IS_ALIVE)
+_partial_index("ranks_granted", ranks.c.job, RANK_IS_GRANTED)
 
 dependencies = Table(
     "dependencies",
@@ -214,6 +240,13 @@ folds = Table(
 """What the first lines of the record lead to."""
 
 
+def few_at_a_time(values: Iterable[str]) -> Iterator[list[str]]:
+    """Split values, in their order, so that each part fits into an IN."""
+    every = list(values)
+    for first in range(0, len(every), MOST_VALUES):
+        yield every[first : first + MOST_VALUES]
+
+
 def open_database(url: str) -> Engine:
     """Open a database, and create what is missing in it."""
     try:
@@ -227,6 +260,9 @@ def open_database(url: str) -> Engine:
                 parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True, hide_parameters=True
             )
         metadata.create_all(engine)
+        for table in metadata.tables.values():
+            for index in table.indexes:  # those of tables that were there already
+                index.create(engine, checkfirst=True)
     except ModuleNotFoundError as error:
         raise UsageError(f"{url.split('@')[-1]} needs {error.name}", hint="pip install 'headway[postgres]'") from None
     except ArgumentError:

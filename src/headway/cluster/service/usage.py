@@ -65,14 +65,17 @@ def allocations_in(
 
 
 def usage_of(
-    held: Iterable[Allocation], begins: float, ends: float, now: float, prices: Mapping[str, float]
+    held: Iterable[Allocation], begins: float, ends: float, now: float, prices: Mapping[str, float], speed: float = 1.0
 ) -> list[Usage]:
-    """Return what was used between two times; `prices` are per GPU-hour of a chip."""
+    """Return what was used between two times; `prices` are per GPU-hour of a chip.
+
+    Hours are those of the scheduler's clock, in which budgets are: it runs `speed` times as fast.
+    """
     gpu_s, cpu_s = dict[tuple[str, str], float](), dict[tuple[str, str], float]()
     jobs = dict[tuple[str, str], set[str]]()
     for allocation in held:
         until = now if allocation.ended is None else allocation.ended
-        seconds = max(min(until, ends) - max(allocation.began, begins), 0.0)
+        seconds = speed * max(min(until, ends) - max(allocation.began, begins), 0.0)
         key = allocation.tenant, allocation.chip
         gpu_s[key] = gpu_s.get(key, 0.0) + seconds * allocation.gpus
         cpu_s[key] = cpu_s.get(key, 0.0) + seconds * allocation.cpus

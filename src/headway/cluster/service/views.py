@@ -1,19 +1,31 @@
 """What the service answers about jobs and nodes: plain values, read from the database."""
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
+from pydantic_core import from_json
 from sqlalchemy import ColumnElement, Connection, Row, or_, select, true
 
-from headway.cluster.engines.engine import OVER
 from headway.cluster.service.event_sentences import ClusterEvent, events_of
 from headway.cluster.service.node_state import node_reason
-from headway.cluster.service.tables import jobs, maintenance, node_conditions, nodes, ranks
+from headway.cluster.service.tables import (
+    JOB_IS_ALIVE,
+    JOB_IS_OVER,
+    RANK_IS_ALIVE,
+    jobs,
+    maintenance,
+    node_conditions,
+    nodes,
+    ranks,
+)
 
 MOST_JOBS = 1000
 """Jobs of one answer."""
+_COLUMNS = ("id", "number", "name", "tenant", "state", "reason", "held", "offered", "starts", "exit_status")
+_COLUMNS += ("submitted", "started", "ended", "array")
+_LISTED = select(*jobs.c[_COLUMNS], jobs.c.demand, jobs.c.request)
 Tenants = Collection[str] | None
 """Whose jobs: None for all."""
 
@@ -24,9 +36,9 @@ def list_jobs(
     """Jobs of some tenants (None: all): by id or array, or all that are not over; with `over` the newest that are."""
     where = or_(jobs.c.id.in_(names), jobs.c.array.in_(names))
     if not names:
-        where = jobs.c.state.in_(OVER) if over else jobs.c.state.not_in(OVER)
+        where = JOB_IS_OVER if over else JOB_IS_ALIVE
     order = jobs.c.number.desc() if over else jobs.c.number
-    rows = connection.execute(select(jobs).where(where, _of(tenants)).order_by(order).limit(MOST_JOBS)).all()
+    rows = connection.execute(_LISTED.where(where, _of(tenants)).order_by(order).limit(MOST_JOBS)).all()
     grants = _grants(connection, [row.id for row in rows if row.starts])
     return [_job(row, grants.get(row.id, [])) for row in rows]
 
@@ -81,7 +93,7 @@ def name_jobs(connection: Connection, events: Iterable[ClusterEvent]) -> list[di
 
 def tenant_jobs(connection: Connection, tenants: Tenants) -> set[str]:
     """The ids of the jobs of some tenants (None: all) that are not over."""
-    return set(connection.execute(select(jobs.c.id).where(jobs.c.state.not_in(OVER), _of(tenants))).scalars())
+    return set(connection.execute(select(jobs.c.id).where(JOB_IS_ALIVE, _of(tenants))).scalars())
 
 
 def _of(tenants: Tenants) -> ColumnElement[bool]:
@@ -94,24 +106,28 @@ def list_nodes(connection: Connection) -> list[dict[str, Any]]:
     alive = (
         select(ranks.c.node, ranks.c.gpus, ranks.c.job, jobs.c.request)
         .join(jobs, jobs.c.id == ranks.c.job)
-        .where(ranks.c.state != "exited")
+        .where(RANK_IS_ALIVE)
+        .order_by(ranks.c.job)
     )
-    held: dict[str, list[Any]] = {}
-    for row in connection.execute(alive):
-        held.setdefault(row.node, []).append(row)
+    held = dict[str, list[tuple[str, list[str], float]]]()
+    for job, rows in groupby(connection.execute(alive), key=lambda row: row.job):
+        cpus = None
+        for row in rows:
+            cpus = from_json(row.request)["cpus"] if cpus is None else cpus  # once per job, of a thousand ranks perhaps
+            held.setdefault(row.node, []).append((job, from_json(row.gpus), cpus))
     answer = []
     conditions = {row.name: row for row in connection.execute(select(node_conditions))}
     windows = {row.node: [row.begins, row.ends] for row in connection.execute(select(maintenance))}
     for node in connection.execute(select(nodes).order_by(nodes.c.name)):
-        spec, here = json.loads(node.spec), held.get(node.name, [])
-        taken = {gpu for row in here for gpu in json.loads(row.gpus)}
-        cpus = sum(json.loads(row.request)["cpus"] for row in here)
+        spec, here = from_json(node.spec), held.get(node.name, [])
+        taken = {gpu for _, gpus, _ in here for gpu in gpus}
+        cpus = sum(cpus for _, _, cpus in here)
         fields = {"state": node.state, "gpus_free": len(set(spec["gpus"]) - taken), "cpus_free": spec["cpus"] - cpus}
         known = conditions.get(node.name)
-        cordoned, problems = (known.cordoned, json.loads(known.problems)) if known else (False, [])
+        cordoned, problems = (known.cordoned, from_json(known.problems)) if known else (False, [])
         fields |= {"cordoned": cordoned, "problems": problems, "maintenance": windows.get(node.name)}
         fields["reason"] = node_reason(node.state, cordoned=cordoned, problems=problems)
-        answer.append(spec | fields | {"jobs": sorted({row.job for row in here})})
+        answer.append(spec | fields | {"jobs": sorted({job for job, _, _ in here})})
     return answer
 
 
@@ -120,26 +136,14 @@ def _grants(connection: Connection, names: Iterable[str]) -> dict[str, list[tupl
     for row in connection.execute(
         select(ranks).where(ranks.c.job.in_(list(names))).order_by(ranks.c.job, ranks.c.rank)
     ):
-        grants.setdefault(row.job, []).append((row.node, json.loads(row.gpus)))
+        grants.setdefault(row.job, []).append((row.node, from_json(row.gpus)))
     return grants
 
 
 def _job(row: Row[Any], grant: list[tuple[str, list[str]]]) -> dict[str, Any]:
-    demand, request = json.loads(row.demand), json.loads(row.request)
-    columns: tuple[str, ...] = (
-        "id",
-        "number",
-        "name",
-        "tenant",
-        "state",
-        "reason",
-        "held",
-        "offered",
-        "starts",
-        "exit_status",
-    )
-    columns += ("submitted", "started", "ended", "array")
-    return {key: getattr(row, key) for key in columns} | {
+    demand, request = from_json(row.demand), from_json(row.request)
+    return {
+        **dict(zip(_COLUMNS, row, strict=False)),  # which has two columns more
         "gpus": demand["gpus"],
         "machines": request["machines"],
         "cpus": request["cpus"],

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headway.errors import HeadwayError
+from headway.inference.frozen_heap import frozen_heap
 from headway.inference.params import SamplingParams
 from headway.inference.text_engine import TextEngine, TextOutput
 
@@ -106,6 +107,10 @@ class EngineService:
     # -- in the engine's thread
 
     def _run(self) -> None:
+        with frozen_heap():
+            self._serve()
+
+    def _serve(self) -> None:
         while True:
             busy = self.engine.busy
             try:

@@ -45,7 +45,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return the residual stream with this layer's contribution."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(c_BD).chunk(6, dim=-1)
-        branch = self.attention(modulate(x_BLD, Modulation(shift, scale), EPS))._replace(gate_BD=gate)
+        x_BLD, normal = modulate(x_BLD, Modulation(shift, scale), EPS)
+        branch = self.attention(normal)._replace(gate_BD=gate)
         if self.cross is not None:
             x_BLD, normal = add_then_norm(x_BLD, branch, self.cross_norm)
             branch = self.cross(normal, text_BSD, mask)
@@ -64,7 +65,7 @@ class Head(nn.Module):
     def forward(self, x_BLD: Tensor, c_BD: Tensor) -> Tensor:
         """Return patches [B, L, P]."""
         shift, scale = self.modulation(c_BD).chunk(2, dim=-1)
-        out_BLP: Tensor = self.out(modulate(x_BLD, Modulation(shift, scale), EPS))
+        out_BLP: Tensor = self.out(modulate(x_BLD, Modulation(shift, scale), EPS)[1])
         return out_BLP
 
 

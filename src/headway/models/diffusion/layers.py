@@ -7,6 +7,7 @@ Tensor names end in their shape, as everywhere in `models/`; besides those of `m
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,11 +99,11 @@ class TextProjection(TwoLayers):
         return out_BSD
 
 
-def modulate(x_BLD: Tensor, modulation: Modulation, eps: float) -> Tensor:
-    """Normalize without weights, then shift and scale, in float32."""
+def modulate(x_BLD: Tensor, modulation: Modulation, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the stream, and it normalized without weights, then shifted and scaled, in float32."""
     if _fuses("modulation", x_BLD):
         return modulated_norm.modulated_norm(x_BLD, modulation, eps)
-    return modulated_norm.reference_norm(x_BLD, modulation, eps)
+    return x_BLD, modulated_norm.reference_norm(x_BLD, modulation, eps)
 
 
 def add(x_BLD: Tensor, branch: ResidualBranch) -> Tensor:
@@ -118,8 +119,7 @@ def add_then_modulate(
     """Return the stream with a branch, and it modulated."""
     if _fuses("modulation", x_BLD):
         return modulated_norm.add_modulated_norm(x_BLD, branch, modulation, eps)
-    x_BLD = add(x_BLD, branch)
-    return x_BLD, modulate(x_BLD, modulation, eps)
+    return modulate(add(x_BLD, branch), modulation, eps)
 
 
 def add_then_norm(x_BLD: Tensor, branch: ResidualBranch, norm: LayerNorm | None) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ def add_then_norm(x_BLD: Tensor, branch: ResidualBranch, norm: LayerNorm | None)
 
 
 def _fuses(operation: Operation, x_BLD: Tensor) -> bool:
-    """Whether an operation of a block's width runs as a kernel of its own."""
+    """Whether an operation on the stream, or on tokens of its width, runs as a kernel of its own."""
     return x_BLD.shape[-1] <= modulated_norm.MAX_WIDTH and uses_triton(operation, x_BLD)
 
 
@@ -141,11 +141,35 @@ def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     return type(module) is kind and "forward" not in vars(module)
 
 
-def project(layer: Linear, x_BLD: Tensor, operation: Operation) -> tuple[Tensor, Tensor | None]:
-    """Apply a layer; also return its bias where the operation on the result computes the bias's gradient."""
-    if layer.bias is None or not _is_plain(layer, Linear) or not _fuses(operation, x_BLD):
+def project(layer: Linear, x_BLD: Tensor, fuses: bool) -> tuple[Tensor, Tensor | None]:
+    """Apply a layer; also return its bias where what `fuses` with it computes the bias's gradient."""
+    if layer.bias is None or not fuses or not _is_plain(layer, Linear):
         return layer(x_BLD), None
+    outputs, inputs = layer.weight.shape
+    if inputs > outputs and outputs % TILE:
+        bias = autocast(layer.bias).detach()
+        return _Narrowing.apply(x_BLD.to(bias.dtype), autocast(layer.weight), bias), layer.bias
     return nn.functional.linear(x_BLD, layer.weight, layer.bias.detach()), layer.bias
+
+
+TILE = 256
+"""Of outputs, in cuBLAS's products for weights' gradients."""
+
+
+class _Narrowing(torch.autograd.Function):
+    """A linear map to fewer outputs, with the weight's gradient computed transposed: on an H200 cuBLAS takes 0.87 ms
+    for [4608, 1152] from 65,536 tokens, and 1.05 for [1152, 4608]. Where tiles divide the outputs, both are as fast."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BLI, weight_OI)
+        return nn.functional.linear(x_BLI, weight_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BLO: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x_BLI, weight_OI = ctx.saved_tensors
+        weight_IO = x_BLI.flatten(0, 1).t() @ grad_BLO.flatten(0, 1)
+        return grad_BLO @ weight_OI, weight_IO.t(), None
 
 
 def project_heads(
@@ -188,7 +212,8 @@ class FullAttention(nn.Module):
 
     def leave(self, y_BLNH: Tensor) -> ResidualBranch:
         """Return what attention adds to the stream."""
-        out_BLD, bias = project(self.o, y_BLNH.flatten(2), "modulation")
+        y_BLD = y_BLNH.flatten(2)
+        out_BLD, bias = project(self.o, y_BLD, _fuses("modulation", y_BLD))
         return ResidualBranch(out_BLD, bias_D=bias)
 
 
@@ -201,7 +226,7 @@ def feed(mlp: FeedForward, x_BLD: Tensor) -> ResidualBranch:
     """Return what a feed-forward adds to the stream."""
     if not _is_plain(mlp, FeedForward) or not all(_is_plain(layer, Linear) for layer in (mlp.up, mlp.down)):
         return ResidualBranch(mlp(x_BLD))
-    inner, bias = project(mlp.up, x_BLD, "gelu")
+    inner, bias = project(mlp.up, x_BLD, _fuses("gelu", x_BLD))
     bent = nn.functional.gelu(inner, approximate="tanh") if bias is None else gelu.gelu(inner, bias)
-    out_BLD, down_bias = project(mlp.down, bent, "modulation")
+    out_BLD, down_bias = project(mlp.down, bent, _fuses("modulation", x_BLD))
     return ResidualBranch(out_BLD, bias_D=down_bias)

@@ -101,7 +101,8 @@ class Block(nn.Module):
         """Return the residual stream with this layer's contribution."""
         table_B6D = self.modulation.to(FLOAT) + time_B6D.to(FLOAT)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table_B6D.unbind(1)
-        branch = self.attention(modulate(x_BLD, Modulation(shift, scale), self.eps), bits)
+        x_BLD, normal = modulate(x_BLD, Modulation(shift, scale), self.eps)
+        branch = self.attention(normal, bits)
         x_BLD, normal = add_then_norm(x_BLD, branch._replace(gate_BD=gate), self.cross_norm)
         branch = self.cross(normal, text_BSD, image_BID)
         x_BLD, normal = add_then_modulate(x_BLD, branch, Modulation(mlp_shift, mlp_scale), self.eps)
@@ -153,7 +154,7 @@ class Head(nn.Module):
     def forward(self, x_BLD: Tensor, c_BD: Tensor) -> Tensor:
         """Return patches [B, L, P]."""
         shift, scale = (self.modulation.to(FLOAT) + c_BD.to(FLOAT).unsqueeze(1)).unbind(1)
-        out_BLP: Tensor = self.out(modulate(x_BLD, Modulation(shift, scale), self.eps))
+        out_BLP: Tensor = self.out(modulate(x_BLD, Modulation(shift, scale), self.eps)[1])
         return out_BLP
 
 

@@ -17,12 +17,12 @@ from headway.plan.serving_latency import EngineConstants, PassModel
 from headway.plan.serving_passes import Span
 from headway.plan.serving_workload import EngineLimits, Request, forecast, prompt_flops
 
-Quantity = Literal["pass_ms", "tokens_s", "host_s", "prefill_tflops"]
+Quantity = Literal["pass_ms", "tokens_s", "prefill_tflops"]
 
-START = EngineConstants(products=0.7, row_kernel_s=3e-6, kernel_s=4e-6, host_s=5e-6, program_bytes_s=5e10)
+START = EngineConstants(products=0.7, row_kernel_s=3e-6, kernel_s=4e-6, program_bytes_s=5e10)
 """Where fits begin, and what they are drawn to."""
-FITTED = ("products", "row_kernel_s", "kernel_s", "host_s", "program_bytes_s")
-"""Constants that are fitted; kernels alone gave the others."""
+FITTED = ("products", "row_kernel_s", "kernel_s", "program_bytes_s")
+"""Constants that are fitted; kernels alone and a profile gave the others."""
 SPREAD, NOISE = 0.3, 0.03
 """Standard deviations of the logarithms of constants, a priori, and of measurements."""
 SHIFT, ROUNDS = 0.01, 5
@@ -58,7 +58,7 @@ class MeasuredRow:
         planned = forecast(model, self.requests, self.limits)
         if self.quantity == "prefill_tflops":
             return prompt_flops(model, self.requests) / planned.seconds / 1e12
-        return planned.host_s if self.quantity == "host_s" else planned.tokens_s
+        return planned.tokens_s
 
     def error(self, constants: EngineConstants) -> float:
         """Return the prediction's relative error."""

@@ -67,7 +67,7 @@ def delete_run(run: RunFolder, *, other_machines: Callable[[RunFolder], bool] = 
     named = names_of(run)
     if named:
         name, step = named[0]
-        hint = f"{command(run.path.parent, 'model remove', name)} first, or give the name to another model"
+        hint = f"{command(run.path.parent, 'model rm', name)} first, or give the name to another model"
         raise RunError(f"run {run.name} has a named model: {name} is {run.name}@{step}", hint=hint, usage=True)
     state = summarize(run).state
     waits = state == "interrupted" and (run.path / "jobs.jsonl").exists()
@@ -78,7 +78,7 @@ def delete_run(run: RunFolder, *, other_machines: Callable[[RunFolder], bool] = 
     if run.path.is_symlink():
         run.path.unlink()
         return
-    with _locked(run, "delete"):
+    with _locked(run, "remove"):
         with contextlib.suppress(OSError):
             trash.mkdir(mode=0o700, exist_ok=True)
         _move(run, trash / f"{run.name}-{secrets.token_hex(4)}")

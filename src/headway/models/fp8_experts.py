@@ -1,0 +1,184 @@
+"""A pass of gated experts in float8 as one function: `models/fused_experts.py` with all nine products in e4m3.
+
+    product             factors                            scales
+    gate, up, down      rows and weights                   of rows; one per matrix stack
+    dh, dx              gradients of rows, weights         the same
+    dWg, dWu, dWd       gradients of rows and rows,        one per expert: those of rows go into the codes of the factor
+                        both turned                        that has them anyway, see `kernels/expert_codes.py`
+
+Tokens are cast before they are spread: X copies of a byte per number. Float8 products sum over groups of a multiple of
+16 rows, so that each expert's rows begin at one; places between are never read as rows, and are zeros where sums run
+over rows. Weights are cast once per pass, both ways; codes for the backward pass are kept: 1 byte per weight.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.kernels.expert_codes import activation, activation_backward, turned
+from headway.kernels.expert_rows import combined, spread
+from headway.kernels.fp8 import E4M3, MULTIPLE, Float8, cast
+from headway.models.fp8_linear import Float8Weights, observe
+from headway.models.fused_experts import sorted_places
+
+
+class Places(NamedTuple):
+    """Where rows are: each expert's begin at a multiple of 16."""
+
+    back_TX: Tensor
+    """The places of a token's rows."""
+    ends_E: Tensor
+    """Where each expert's places end."""
+    token_M: Tensor
+    """The token of a place, or -1."""
+    expert_M: Tensor
+
+
+def float8_experts(
+    x_TD: Tensor, weights_TX: Tensor, chosen_TX: Tensor, matrices: tuple[Tensor, Tensor, Tensor], float8: Float8Weights
+) -> Tensor:
+    """Return the weighted sum [T, D] of each token's experts, SwiGLU without biases; `matrices` are gate, up, down."""
+    places = padded_places(chosen_TX, len(matrices[0]))
+    y_TD: Tensor = _Float8Experts.apply(x_TD, weights_TX.float(), *matrices, float8.observed, *places)
+    return y_TD
+
+
+def padded_places(chosen_TX: Tensor, count: int) -> Places:
+    """Return places of rows sorted by expert, as many as any routing needs."""
+    expert_N, order_N, ends_E = sorted_places(chosen_TX, count)
+    sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    padded_E = (sizes_E + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    padded_ends_E = padded_E.cumsum(0, dtype=torch.int32)
+    shift_E = padded_ends_E - padded_E - ends_E + sizes_E
+    numbers_N = torch.arange(len(order_N), dtype=torch.int32, device=order_N.device)
+    place_N = numbers_N + shift_E[expert_N.int()]
+    back_TX = torch.empty_like(numbers_N).scatter_(0, order_N, place_N).view(chosen_TX.shape)
+    total = (len(order_N) + count * (MULTIPLE - 1) + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    token_M = torch.full((total,), -1, dtype=torch.int32, device=order_N.device)
+    token_M = token_M.scatter_(0, place_N.long(), (order_N // chosen_TX.shape[1]).int())
+    expert_M = torch.zeros_like(token_M).scatter_(0, place_N.long(), expert_N.int())
+    return Places(back_TX, padded_ends_E, token_M, expert_M)
+
+
+class _Float8Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weights_TX: Tensor,
+        gate_EHD: Tensor,
+        up_EHD: Tensor,
+        down_EDH: Tensor,
+        observed: Tensor | None,
+        back_TX: Tensor,
+        ends_E: Tensor,
+        token_M: Tensor,
+        expert_M: Tensor,
+    ) -> Tensor:
+        x8 = cast(x_TD, rowwise=True, columns=False)
+        gate8, up8, down8 = (cast(matrices.bfloat16().flatten(0, 1)) for matrices in (gate_EHD, up_EHD, down_EDH))
+
+        def product(rows: tuple[Tensor, Tensor], matrices8: Float8, shape: torch.Size) -> Tensor:
+            codes_t_E = matrices8.codes.view(shape).mT
+            return _by_expert(*rows, codes_t_E, matrices8.scale, ends_E, x_TD.dtype, fast=True)
+
+        rows = _spread(x8.codes, x8.scale, back_TX, token_M)
+        gate_MH, up_MH = product(rows, gate8, gate_EHD.shape), product(rows, up8, up_EHD.shape)
+        h8 = activation(gate_MH, up_MH, weights_TX, back_TX)
+        y_TD = combined(product(h8, down8, down_EDH.shape), back_TX)
+        kept = [x for matrices8 in (gate8, up8, down8) for x in (matrices8.codes_t, matrices8.scale)]
+        seen = None if observed is None else observe(x_TD, x8, e5m2=False)
+        ctx.save_for_backward(
+            x8.codes, x8.scale, gate_MH, up_MH, *h8, weights_TX, *kept, back_TX, ends_E, token_M, expert_M, seen
+        )
+        ctx.dtypes = [matrices.dtype for matrices in (gate_EHD, up_EHD, down_EDH)]
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_codes, x_scale, gate_MH, up_MH, h_codes, h_scale, weights_TX, *kept = ctx.saved_tensors
+        gate_t, gate_scale, up_t, up_scale, down_t, down_scale, back_TX, ends_E, token_M, expert_M, seen = kept
+        dtype, experts = dy_TD.dtype, len(ends_E)
+        dy8 = cast(dy_TD, rowwise=True, columns=False)
+        drows, dscale_M = _spread(dy8.codes, dy8.scale, back_TX, token_M)
+        dh_MH = _by_expert(drows, dscale_M, _turned_back(down_t, experts), down_scale, ends_E, dtype)
+        dgate, dgate_scale, dup, dup_scale, dweights_TX = activation_backward(
+            dh_MH, gate_MH, up_MH, weights_TX, back_TX
+        )
+        dx_TD = combined(
+            _by_expert(dgate, dgate_scale, _turned_back(gate_t, experts), gate_scale, ends_E, dtype),
+            back_TX,
+            _by_expert(dup, dup_scale, _turned_back(up_t, experts), up_scale, ends_E, dtype),
+        )
+        slopes: list[Tensor | None] = [None] * 3
+        if any(ctx.needs_input_grad[2:5]):
+            x_t, dy_t = turned(x_codes, token_M), turned(dy8.codes, token_M)
+            x_scale_M, dy_scale_M = (scale.flatten()[token_M.clamp(min=0)] for scale in (x_scale, dy8.scale))
+            dgate_t, dgate_most = _with_scales(dgate, dgate_scale * x_scale_M, token_M, expert_M, experts)
+            dup_t, dup_most = _with_scales(dup, dup_scale * x_scale_M, token_M, expert_M, experts)
+            h_t, h_most = _with_scales(h_codes, h_scale * dy_scale_M, token_M, expert_M, experts)
+            slopes = [
+                _over_rows(dgate_t, x_t, dgate_most, ends_E, dtype).to(ctx.dtypes[0]),
+                _over_rows(dup_t, x_t, dup_most, ends_E, dtype).to(ctx.dtypes[1]),
+                _over_rows(dy_t, h_t, h_most, ends_E, dtype).to(ctx.dtypes[2]),
+            ]
+        observed = None if seen is None else torch.cat((seen, observe(dy_TD, dy8, e5m2=False)[1:]))
+        return dx_TD, dweights_TX, *slopes, observed, None, None, None, None
+
+
+def _spread(codes_TD: Tensor, scale_T1: Tensor, back_TX: Tensor, token_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of rows."""
+    rows_MD = spread(codes_TD.view(torch.uint8), back_TX, len(token_M)).view(E4M3)
+    return rows_MD, scale_T1.flatten()[token_M.clamp(min=0)]
+
+
+def _turned_back(codes_t: Tensor, experts: int) -> Tensor:
+    """Return transposed codes [K, E * N] as [E, N, K], whose dim of length N is contiguous."""
+    return codes_t.unflatten(1, (experts, -1)).permute(1, 2, 0)
+
+
+def _with_scales(
+    codes_MC: Tensor, scale_M: Tensor, token_M: Tensor, expert_M: Tensor, experts: int
+) -> tuple[Tensor, Tensor]:
+    """Return transposed codes that have the scales of rows, and what is left: a scale per expert."""
+    scale_M = torch.where(token_M < 0, 0, scale_M)
+    most_E = torch.zeros(experts, device=scale_M.device).scatter_reduce(0, expert_M.long(), scale_M, "amax")
+    most_E = most_E.clamp(min=2.0**-126)
+    places_M = torch.where(token_M < 0, -1, torch.arange(len(token_M), dtype=torch.int32, device=token_M.device))
+    return turned(codes_MC, places_M, scale_M / most_E[expert_M]), most_E
+
+
+def _by_expert(
+    a_MK: Tensor, scale_M: Tensor, b_EKN: Tensor, scale: Tensor, ends_E: Tensor, dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """Return each place's row times its expert's matrix; b's dim of length K is contiguous."""
+    experts, _, outputs = b_EKN.shape
+    if a_MK.device.type == "cuda":
+        scale_EN = scale.expand(experts, outputs).contiguous()
+        by_expert: Tensor = torch._scaled_grouped_mm(
+            a_MK, b_EKN, scale_M, scale_EN, offs=ends_E, out_dtype=dtype, use_fast_accum=fast
+        )
+        return by_expert
+    out_MN, begins = a_MK.new_zeros(len(a_MK), outputs, dtype=dtype), [0, *ends_E.tolist()]
+    with torch.autocast(a_MK.device.type, enabled=False):
+        for begin, end, b_KN in zip(begins, begins[1:], b_EKN, strict=False):
+            rows = a_MK[begin:end].float() @ b_KN.float()
+            out_MN[begin:end] = (rows * scale_M[begin:end].unsqueeze(1) * scale).to(dtype)
+    return out_MN
+
+
+def _over_rows(a_CM: Tensor, b_KM: Tensor, scale_E: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [E, C, K]: for each expert, the sum over its places."""
+    if a_CM.device.type == "cuda":
+        scale_a = scale_E.repeat_interleave(len(a_CM))
+        scale_b = torch.ones(len(b_KM) * len(ends_E), device=a_CM.device)
+        whole: Tensor = torch._scaled_grouped_mm(a_CM, b_KM.mT, scale_a, scale_b, offs=ends_E, out_dtype=dtype)
+        return whole
+    begins = [0, *ends_E.tolist()]
+    with torch.autocast(a_CM.device.type, enabled=False):
+        sums = [
+            a_CM[:, begin:end].float() @ b_KM[:, begin:end].float().mT * scale
+            for begin, end, scale in zip(begins, begins[1:], scale_E, strict=False)
+        ]
+    return torch.stack(sums).to(dtype)
