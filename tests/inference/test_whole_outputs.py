@@ -45,8 +45,8 @@ class RandomRunner:
     def logits(self, x_RD: torch.Tensor) -> torch.Tensor:
         return x_RD
 
-    def decode(self, chunks: Rows[Chunk], last: Any, steps: int) -> Sampled:
-        places = [(c.sequence.seed, [c.first + 1 + step for step in range(steps)]) for c in chunks]
+    def decode(self, chunks: Rows[Chunk], last: Any, counts: Rows[int]) -> Sampled:
+        places = [(c.sequence.seed, [c.first + 1 + step for step in range(max(counts))]) for c in chunks]
         return sampled(places)
 
     def sample(self, _logits: torch.Tensor, sequences: Rows[Any]) -> Sampled:
