@@ -402,7 +402,7 @@ def measure_submits(folder: Path, seconds: float) -> dict[str, Any]:
 def measure_agents(folder: Path, agents: int, queued: int, seconds: float) -> dict[str, Any]:
     """Hold agents that report every ten seconds at least, each over a TLS connection with a certificate of its own, and
     ask the API beside. No agent starts anything, so that the queue stays."""
-    issued = folder / "tls" / "nodes"
+    issued, failures = folder / "tls" / "nodes", list[float]()
 
     async def agent(port: int, number: int, ends: float, heartbeats: list[float]) -> None:
         name, version = f"n{number:05}", None
@@ -412,7 +412,12 @@ def measure_agents(folder: Path, agents: int, queued: int, seconds: float) -> di
         while time.perf_counter() < ends:
             begin = time.perf_counter()
             body = {"report": report, "version": version, "wait_s": 0 if version is None else HEARTBEAT_S}
-            answer = await client.ask("POST", "/api/v1/sync", body | {"protocol": PROTOCOL})
+            try:
+                answer = await client.ask("POST", "/api/v1/sync", body | {"protocol": PROTOCOL})
+            except (asyncio.IncompleteReadError, ConnectionError):  # it tries again, as agents do
+                failures.append(time.perf_counter() - begin)
+                await asyncio.sleep(1.0)
+                continue
             version = answer["version"]
             heartbeats.append(time.perf_counter() - begin)
 
@@ -439,7 +444,13 @@ def measure_agents(folder: Path, agents: int, queued: int, seconds: float) -> di
         heartbeats, latencies = asyncio.run(run(port))
         share = (sum(process.cpu_times()[:2]) - used) / (time.perf_counter() - begin)
         memory = process.memory_info().rss
-    figures = {"agents": agents, "queued": queued, "syncs": len(heartbeats), "service_cores": round(share, 3)}
+    figures = {
+        "agents": agents,
+        "queued": queued,
+        "syncs": len(heartbeats),
+        "failed": len(failures),
+        "service_cores": round(share, 3),
+    }
     return figures | {"service_mib": memory // 2**20, "api": spread(latencies)}
 
 

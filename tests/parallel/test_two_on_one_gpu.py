@@ -80,14 +80,19 @@ def alone(rank: int, workers: int, recipe: Recipe) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MESHES)
 def test_two_workers_on_one_gpu_equal_one(name: str, dtype: str, tmp_path) -> None:
+    """In bfloat16 a router decides near ties by rounding, so that experts' gradients differ by a tenth: two workers are
+    compared with float32, and may be twice as far from it as one is."""
     experts = "expert" in MESHES[name]
-    (truth,) = run_ranks(tmp_path, 1, alone, make_recipe(None, experts, dtype=dtype))
+    (truth,) = run_ranks(tmp_path, 1, alone, make_recipe(None, experts, dtype="float32"))
+    (one,) = run_ranks(tmp_path, 1, alone, make_recipe(None, experts, dtype=dtype))
     bounds = {"float32": (1e-5, 1e-4), "bfloat16": (2e-3, 5e-2)}[dtype]
     for results in run_ranks(tmp_path, 2, story, make_recipe(MESHES[name], experts, dtype=dtype)):
         for key, value in results.items():
-            same = in_truth(key, value, truth)
-            difference = float((value - same).norm() / same.norm())
-            assert difference < bounds[key != "loss"], f"{key} differs by {difference:.1e}"
+            exact = in_truth(key, value, truth)
+            rounding, difference = (
+                float((x - exact).norm() / exact.norm()) for x in (in_truth(key, value, one), value)
+            )
+            assert difference < max(bounds[key != "loss"], 2 * rounding), f"{key} differs by {difference:.1e}"
 
 
 def test_offloaded_moments_are_bitwise_equal_and_free_device_memory() -> None:

@@ -179,4 +179,5 @@ def _difference(head: int, device: torch.device) -> float:
             *heads_first, attn_mask=mask.tril().unsqueeze(1), enable_gqa=True
         ).transpose(1, 2)
         want = (want_out, *torch.autograd.grad(want_out, leaves, dout.float()))
-    return max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(got, want, strict=True))
+    pairs = ((x.detach().float(), y.detach().float()) for x, y in zip(got, want, strict=True))
+    return max(float((x - y).norm() / y.norm()) for x, y in pairs)

@@ -66,6 +66,8 @@ class GroupCommit:
                         with transaction.part():
                             actions += write.context.run(_act, write, transaction)
                     except (HeadwayError, SQLAlchemyError) as error:
+                        if transaction.lost:
+                            raise
                         write.error = database_error(error) if isinstance(error, SQLAlchemyError) else error
             for action in actions:
                 action.recorded = True

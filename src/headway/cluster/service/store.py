@@ -119,6 +119,8 @@ class Transaction:
         self.execute, self._connection = connection.execute, connection
         self.sum, self._count = digest, count
         self.lines: list[dict[str, Any]] = []
+        self.lost = False
+        """Whether the database has ended it: nothing more may be written."""
         self.nodes = set[str]()
         """Nodes that must hear of it."""
 
@@ -145,12 +147,17 @@ class Transaction:
     def part(self) -> Iterator[None]:
         """A part of the transaction: if it fails, nothing of it is left, and the others are not concerned."""
         digest, count, lines, nodes = self.sum, self._count, len(self.lines), set(self.nodes)
+        nested = self._connection.begin_nested()
         try:
-            with self._connection.begin_nested():
-                yield
+            yield
+            nested.commit()
         except BaseException:
             self.sum, self._count, self.nodes = digest, count, nodes
             del self.lines[lines:]
+            try:
+                nested.rollback()
+            except SQLAlchemyError:  # SQLite, if its disk is full
+                self.lost = True
             raise
 
 
