@@ -380,7 +380,7 @@ def _join_spans_kernel(
         more_acc = tl.load(parts_ptr + place[:, None] * HEAD + size[None, :], mask=inside, other=0.0)
         acc, total, peak = _joined(acc, total, peak, more_acc, tl.load(total_ptr + place), more_peak)
     out = acc / total[:, None]
-    tl.store(out_ptr + (row + one)[:, None] * HEAD + size[None, :], out, mask=(size < HEAD)[None, :])
+    tl.store(out_ptr + (row + first)[:, None] * HEAD + size[None, :], out, mask=(size < HEAD)[None, :])
 
 
 def _warps_of_join(size: int, splits: int) -> int:
