@@ -370,17 +370,17 @@ def _join_spans_kernel(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     spans = tl.cdiv(tl.load(lengths_ptr + row // heads), SPAN)
-    one, size = tl.arange(0, 1), tl.arange(0, HEAD_2)
+    first, size = tl.arange(0, 1), tl.arange(0, HEAD_2)
     acc, total = tl.zeros([1, HEAD_2], tl.float32), tl.zeros([1], tl.float32)
     peak = tl.full([1], -float("inf"), tl.float32)
     for span in range(0, spans):
-        place = span * rows + row + one
+        place = span * rows + row + first
         more_peak = tl.load(peak_ptr + place)
         inside = (more_peak > -float("inf"))[:, None] & (size < HEAD)[None, :]
         more_acc = tl.load(parts_ptr + place[:, None] * HEAD + size[None, :], mask=inside, other=0.0)
         acc, total, peak = _joined(acc, total, peak, more_acc, tl.load(total_ptr + place), more_peak)
     out = acc / total[:, None]
-    tl.store(out_ptr + (row + one)[:, None] * HEAD + size[None, :], out, mask=(size < HEAD)[None, :])
+    tl.store(out_ptr + (row + first)[:, None] * HEAD + size[None, :], out, mask=(size < HEAD)[None, :])
 
 
 def _warps_of_join(size: int, splits: int) -> int:
