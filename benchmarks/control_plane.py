@@ -333,7 +333,7 @@ class Client:
     def _tls(self) -> ssl.SSLContext | None:
         if not self._secure:
             return None
-        context = ssl.create_default_context()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # without authorities, which take 20 ms to read
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         if self._certificate is not None:
             context.load_cert_chain(*self._certificate)

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,6 +25,8 @@ from headway.cluster.service.uploaded_code import CodeStore
 from headway.errors import EngineError
 
 LONGEST_WAIT_S = 10.0
+REPORT_THREADS = 16
+"""For reports with news: users' requests have other threads, and need not wait until all nodes have come back."""
 Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="SHA-256 of an archive of code.")]
 _ARCHIVE = {
     "requestBody": {
@@ -89,7 +92,7 @@ class Maintenance(BaseModel):
 
 def add_node_routes(app: FastAPI, service: LiveService, authority: Authority | None) -> None:
     """Add the routes; without an authority no node can join."""
-    plane, store = service.plane, service.store
+    plane, store, threads = service.plane, service.store, CapacityLimiter(REPORT_THREADS)
 
     @app.post("/api/v1/sync", response_model=Any)
     async def sync(body: NodeSync, request: Request) -> Response:
@@ -100,7 +103,8 @@ def add_node_routes(app: FastAPI, service: LiveService, authority: Authority | N
             await changes.wait(report.node, body.version, body.wait_s, service.stopping)
         version = changes.version(report.node)
         peer = request.scope.get(PEER)
-        orders = plane.reports.repeated(report, peer) or await run_in_threadpool(plane.sync, report, peer)
+        orders = plane.reports.repeated(report, peer)
+        orders = orders or await to_thread.run_sync(plane.sync, report, peer, limiter=threads)
         return plain_answer({"version": version, "orders": orders})
 
     @app.post("/api/v1/join")

@@ -70,7 +70,7 @@ jobs = Table(
 )
 # Conditions are literal, not parameters, so that databases see that an index holds all rows that match. There is no
 # index of all states: SQLite would take it instead, and read fifty thousand waiting jobs to find the new ones.
-_OVER = [literal_column(f"'{state}'") for state in sorted(OVER)]
+_OVER: list[Any] = [literal_column(f"'{state}'") for state in sorted(OVER)]
 JOB_IS_OVER, JOB_IS_ALIVE = jobs.c.state.in_(_OVER), jobs.c.state.not_in(_OVER)
 JOB_WAITS = jobs.c.state == literal_column("'waiting'")
 JOB_IS_NEW, JOB_IS_OFFERED = JOB_WAITS & ~jobs.c.offered, JOB_WAITS & jobs.c.offered
