@@ -23,9 +23,20 @@ from headway.cluster.service.tables import (
 
 MOST_JOBS = 1000
 """Jobs of one answer."""
-_COLUMNS = ("id", "number", "name", "tenant", "state", "reason", "held", "offered", "starts", "exit_status")
+_COLUMNS: tuple[str, ...] = (
+    "id",
+    "number",
+    "name",
+    "tenant",
+    "state",
+    "reason",
+    "held",
+    "offered",
+    "starts",
+    "exit_status",
+)
 _COLUMNS += ("submitted", "started", "ended", "array")
-_LISTED = select(*jobs.c[_COLUMNS], jobs.c.demand, jobs.c.request)
+_LISTED: Any = select(*jobs.c[_COLUMNS], jobs.c.demand, jobs.c.request)
 Tenants = Collection[str] | None
 """Whose jobs: None for all."""
 
