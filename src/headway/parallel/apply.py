@@ -11,8 +11,8 @@
     shard      parameters over the data axes                        shard.py
 
 A compiled block contains its recomputation, and gathers of weights stay outside both. All of this happens on the meta
-device: memory is allocated last, for this worker's part alone. Parameter names stay those of the plain model. The result runs
-the passes of a step: parallel_model.py.
+device: memory is allocated last, for this worker's part alone. Parameter names stay those of the plain model. What runs
+the passes of a step is the result: parallel_model.py.
 """
 
 from collections.abc import Collection
