@@ -101,7 +101,9 @@ def _decoder_forward(model: Decoder, stage: LocalStage, recipe: Recipe, tensor: 
 def _share_loss(model: Decoder, tensor: Axis, by_sequence: bool, z_loss: float) -> None:
     """Compute the loss, and all that is like it, with a head that is split over the tensor axis."""
     loss, softcap = model.loss, model.loss.softcap
-    loss.forward = partial(shared_loss, tensor, by_sequence, LogitOptions(softcap, z_loss))
+    loss.forward = partial(  # type: ignore[method-assign]
+        shared_loss, tensor, by_sequence, LogitOptions(softcap, z_loss)
+    )
     loss.logprobs = partial(shared_logprobs, tensor, by_sequence, softcap)  # type: ignore[method-assign]
     loss.logprobs_and_entropy = partial(  # type: ignore[method-assign]
         shared_logprobs_and_entropy, tensor, by_sequence, softcap
