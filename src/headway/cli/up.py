@@ -12,7 +12,7 @@ from headway.cli.options import Json, Runs
 from headway.cluster.service.login import is_loopback
 from headway.errors import UsageError
 from headway.track import runs_root
-from headway.track.runs import create_private_folder
+from headway.track.run_folder import create_private_folder
 
 if TYPE_CHECKING:
     from headway.cluster.service.certificates import Authority, ServerTls

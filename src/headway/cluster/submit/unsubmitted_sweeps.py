@@ -17,7 +17,7 @@ from headway.cluster.submit.sweeps import MAKING, OF_RUN, READY, RECORD, SWEEP_N
 from headway.errors import RunError, StateError
 from headway.track import RunFolder
 from headway.track.access import umask_of
-from headway.track.runs import create_private_folder
+from headway.track.run_folder import create_private_folder
 
 LOCK = "lock"
 """Held in the folder of all sweeps while one is created."""
