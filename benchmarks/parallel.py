@@ -2,7 +2,7 @@
 
     python benchmarks/parallel.py [--json FILE]
 
-Two processes on this machine's CPUs. On each mesh Headway's step (`parallel.apply`, `Spread.passes`, the missing sums,
+Two processes on this machine's CPUs. On each mesh Headway's step (`ParallelModel.passes`, the missing sums,
 the norm, clipping, AdamW) and a loop written by hand take turns, step by step, on the same model and rows:
 
     shard      FSDP2 by hand: fully_shard on every block and the model, gradient accumulation without exchange

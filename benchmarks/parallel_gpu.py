@@ -2,7 +2,7 @@
 
     python benchmarks/parallel_gpu.py [--json FILE]
 
-Headway's step (`parallel.apply`, `Spread.passes`, the norm, clipping, fused AdamW) and the same model in a loop written
+Headway's step (`ParallelModel.passes`, the norm, clipping, fused AdamW) and the same model in a loop written
 by hand take turns of ten steps on the same rows, bfloat16 by autocast. The median of each is printed, and their ratio.
 """
 

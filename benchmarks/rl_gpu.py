@@ -37,7 +37,9 @@ from typing import Any
 
 import torch
 
-from post_training_gpu import draw, known, version_of
+from post_training.trl_side import known
+from post_training.work import draw
+from post_training_gpu import version_of
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 151936, "layers": 28, "dim": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "hidden": 3072,

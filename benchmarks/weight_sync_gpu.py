@@ -28,7 +28,7 @@ from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 from headway.state import Channel
 from headway.train.live_model import compute_dtype, plain_model
-from post_training_gpu import draw
+from post_training.work import draw
 from rl_gpu import SHAPE, TINY_SHAPE, clock
 
 REACH_MS = 5.0

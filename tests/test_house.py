@@ -208,7 +208,7 @@ def test_every_package_lists_its_contents() -> None:
 
 
 FUNCTION_IMPORTS = {
-    "checkpoint.py": "headway.data.tokenizer loads the tokenizers library; only export and import need it",
+    "checkpoint_export.py": "headway.data.tokenizer loads the tokenizers library; only export and import need it",
     "model.py": "headway.agent takes 0.35 s to import; only recipes with model.init need it",
     "node.py": "cryptography, fastapi and sqlalchemy are an extra; without them the verb says what to install",
     "plan_request.py": "headway.agent takes 0.35 s to import; only recipes with model.init need it",

@@ -15,7 +15,7 @@ import pytest
 from eventually import CEILING_S, eventually
 from headway.cli.main import main
 from headway.cluster.engines.settings import open_engine
-from headway.cluster.submit.sweeps import exclusive_lock
+from headway.cluster.submit.unsubmitted_sweeps import exclusive_lock
 from headway.recipe import to_toml
 from headway.track import RunFolder, read_recipe, summarize
 
@@ -176,13 +176,13 @@ def test_interrupted_wait_can_be_resumed_and_cancelled(desk: Desk) -> None:
 
 KILLED = """
 import os, sys
-from headway.cluster.submit import sweeps
-real = sweeps.{what}
+from headway.cluster.submit import sweep_start
+real = sweep_start.{what}
 def die(*words, **more):
     if {when}:
         os.kill(os.getpid(), 9)
     return real(*words, **more)
-sweeps.{what} = die
+sweep_start.{what} = die
 from headway.cli.main import main
 main()
 """

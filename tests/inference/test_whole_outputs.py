@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from headway.data.tokenizer import train_tokenizer
 from headway.inference.blocks import BlockPool
-from headway.inference.engine import EngineModel, InferenceEngine, Output
+from headway.inference.engine import EngineModel, InferenceEngine
+from headway.inference.outputs import Output
 from headway.inference.params import SamplingParams
 from headway.inference.sampler import Sampled
 from headway.inference.scheduler import Chunk, Limits

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from headway.cli.main import app
 from headway.errors import HeadwayError
-from headway.track import RunFolder, account, read_run
+from headway.track import RunFolder, account, read_run, run_summary
 from headway.track import runs as run_folders
 from track_runs import line, plain_run, step_line, write_record
 
@@ -57,14 +57,15 @@ def test_run_deleted_after_it_was_found_is_a_sentence(
 ) -> None:
     plain_run(tmp_path, [3.0, 2.0], "other")
     two_attempts(tmp_path)
-    listed = run_folders._attempts
+    listed = run_summary.attempt_numbers
 
     def delete_then_list(run: RunFolder) -> list[int]:
         if run.name == "plain":
             shutil.rmtree(run.path, ignore_errors=True)
         return listed(run)
 
-    monkeypatch.setattr(run_folders, "_attempts", delete_then_list)
+    monkeypatch.setattr(run_summary, "attempt_numbers", delete_then_list)
+    monkeypatch.setattr(run_folders, "attempt_numbers", delete_then_list)
     monkeypatch.setattr(run_folders, "_active", lambda run: (delete_then_list(run), 0)[1])
     result = call(tmp_path, *words)
     assert result.exception is None or isinstance(result.exception, SystemExit | HeadwayError), result.exception

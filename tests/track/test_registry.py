@@ -13,7 +13,7 @@ from headway.errors import RunError, UsageError
 from headway.state.write_checkpoint import prune
 from headway.track import RunFolder, split_ref
 from headway.track.registry import FILE, add_note, read_registry, remove_name, resolve_name, tag
-from headway.track.runs import run_id
+from headway.track.run_folder import run_id
 
 
 def make_run(root: Path, name: str = "demo-1") -> RunFolder:

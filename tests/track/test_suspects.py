@@ -4,7 +4,7 @@ import time
 
 from headway.cli.agent import _tell_engine
 from headway.cluster.engines.engine import read_exit_report
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 from headway.track.suspects import note_suspect, read_suspects
 
 

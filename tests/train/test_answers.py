@@ -16,7 +16,7 @@ from headway.data.prompts import Prompt
 from headway.errors import RequestError
 from headway.inference import EngineOptions, LoadedModel, SamplingParams, TextEngine
 from headway.inference.chat import render_after_turn
-from headway.inference.engine import Output, WholeOutput
+from headway.inference.outputs import Output, WholeOutput
 from headway.inference.text_engine import TextOutput
 from headway.models import empty_decoder, init_weights
 from headway.recipe import Model

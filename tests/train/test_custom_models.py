@@ -26,8 +26,8 @@ from headway.recipe import FaultPlan, ModelLayout, Recipe
 from headway.state import open_checkpoint
 from headway.state.tensors import read_tensors
 from headway.track import account, read_recipe, read_run
-from headway.train.build import check_ties
 from headway.train.custom_init import count
+from headway.train.trainable_model import check_ties
 
 VOCABULARY, STEPS = 301, 3  # one more than the data's, so that no axis divides it
 ARGS = {"vocabulary": VOCABULARY, "width": 32, "depth": 3, "heads": 4}

@@ -6,7 +6,7 @@ import torch
 from headway.errors import ModelError, RecipeError
 from headway.parallel import World
 from headway.parallel.world import Axis
-from headway.train.build import check_exact
+from headway.train.trainable_model import check_exact
 
 EXACT = {"inference.exact": True}
 

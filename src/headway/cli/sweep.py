@@ -12,17 +12,11 @@ from headway.cli.progress import Counting
 from headway.cli.sweep_view import SweepProgress, document, sweep_lines, table
 from headway.cli.text import next_line, plural, print_json
 from headway.cluster.submit.grid import parse_grid
+from headway.cluster.submit.sweep_request import SweepRequest, request_sweep
 from headway.cluster.submit.sweep_results import SweepResult, sweep_results, wait_for_sweep
+from headway.cluster.submit.sweep_start import describe_sweep, start_sweep
 from headway.cluster.submit.sweep_sync import SweepSync
-from headway.cluster.submit.sweeps import (
-    Sweep,
-    SweepRequest,
-    describe_sweep,
-    find_sweep,
-    list_sweeps,
-    request_sweep,
-    start_sweep,
-)
+from headway.cluster.submit.sweeps import Sweep, find_sweep, list_sweeps
 from headway.errors import INTERRUPTED, UsageError
 from headway.hardware import parse_on
 from headway.track import command, runs_root

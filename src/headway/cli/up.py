@@ -1,29 +1,21 @@
 """`headway up`: starts the service that schedules jobs on a cluster."""
 
 import os
-import secrets
 import socket
-import sys
-import time
-from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headway.cli.options import Json, Runs
-from headway.cli.text import next_line, plural, print_json
 from headway.cluster.service.login import is_loopback
 from headway.errors import UsageError
-from headway.track import command, runs_root
-from headway.track.runs import create_private_folder
+from headway.track import runs_root
+from headway.track.run_folder import create_private_folder
 
 if TYPE_CHECKING:
-    from headway.cluster.service.accounts import Accounts
     from headway.cluster.service.certificates import Authority, ServerTls
-    from headway.cluster.service.webhooks import EventWebhook
 
 NEEDED = ("fastapi", "prometheus_client", "sqlalchemy", "uvicorn")
 _ANY = ("0.0.0.0", "::")
@@ -92,6 +84,7 @@ def up(
         raise UsageError("--no-local-node has no GPUs, CPUs or emulated nodes", hint="leave those options out")
     if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key belong together", hint="give both, or none")
+    from headway.cli.service_process import ServiceStart, serve_cluster
     from headway.cluster.scheduler.policies import POLICIES
     from headway.cluster.service.connection import service_folder
     from headway.cluster.service.demo import DEMO_SHAPE, DEMO_SPEED, DEMO_TENANTS
@@ -112,35 +105,26 @@ def up(
     secure = authority = None
     if tls or tls_cert or not is_loopback(host):
         secure, authority = _server_tls(folder / "tls", host, tls_cert, tls_key)
-    _serve(
-        root,
-        folder,
-        (host, port),
-        secure,
-        authority,
-        nodes,
-        options,
-        forget_nodes,
-        tenants,
-        [] if webhooks is None else read_webhooks(webhooks),
-        policy,
-        database,
-        speed,
-        give_up_after,
-        demo,
-        json,
+    serve_cluster(
+        ServiceStart(
+            root=root,
+            host=host,
+            port=port,
+            tls=secure,
+            authority=authority,
+            nodes=nodes,
+            node_options=options,
+            forget_nodes=forget_nodes,
+            tenants=tenants,
+            webhooks=[] if webhooks is None else read_webhooks(webhooks),
+            policy=policy,
+            database=database,
+            speed=speed,
+            give_up_after_s=give_up_after,
+            demo=demo,
+        ),
+        as_json=json,
     )
-
-
-def _of_one_tenant(nodes: list[dict[str, Any]], tenants: list[str]) -> list[dict[str, Any]]:
-    """Return this machine as a node of the only tenant; UsageError if there are several, all of whose jobs would run as
-    one user. Emulated nodes are for trying things out."""
-    if len(tenants) > 1 and any(node["chip"] != "fake" for node in nodes):
-        raise UsageError(
-            f"jobs of {plural(len(tenants), 'tenant')} would run as one user on this machine",
-            hint="--no-local-node; headway node join --tenant-user makes it a node that keeps them apart",
-        )
-    return [node if node["chip"] == "fake" else node | {"tenants": tenants} for node in nodes]
 
 
 def _server_tls(folder: Path, host: str, certificate: Path | None, key: Path | None) -> tuple["ServerTls", "Authority"]:
@@ -166,137 +150,3 @@ def _node_options(no_local_node: bool, demo: bool, emulate: str | None, gpus: in
     flags = [flag for flag, given in (("--no-local-node", no_local_node), ("--demo", demo)) if given]
     values = (("--emulate", emulate), ("--gpus", gpus), ("--cpus", cpus))
     return " ".join([*flags, *(f"{flag} {value}" for flag, value in values if value is not None)])
-
-
-def _serve(
-    root: Path,
-    folder: Path,
-    address: tuple[str, int],
-    tls: "ServerTls | None",
-    authority: "Authority | None",
-    nodes: list[dict[str, Any]],
-    options: str,
-    forget_nodes: bool,
-    listed: list[dict[str, Any]] | None,
-    webhooks: list["EventWebhook"],
-    policy: str,
-    database: str | None,
-    speed: float,
-    give_up_after: float,
-    demo: bool,
-    json: bool,
-) -> None:
-    from headway.cluster.service.accounts import Accounts
-    from headway.cluster.service.app import make_app
-    from headway.cluster.service.connection import NODE_TOKEN, TOKEN
-    from headway.cluster.service.demo import submit_demo
-    from headway.cluster.service.faults import VARIABLE, write_points
-    from headway.cluster.service.live_service import LiveService
-    from headway.cluster.service.local_cluster import keep_local_nodes, starting_tenants
-    from headway.cluster.service.peer_certificate import PeerCertificateProtocol
-    from headway.cluster.service.plane import ControlPlane
-    from headway.cluster.service.secret_store import SecretStore, secrets_key
-    from headway.cluster.service.single import only_service, publish_address
-    from headway.cluster.service.slow_clients import MOST_CONNECTIONS
-    from headway.cluster.service.store import ServiceStore
-    from headway.cluster.service.tables import open_database, sqlite_url
-    from headway.cluster.service.uploaded_code import CodeStore
-    from headway.dashboard.server import serve
-    from headway.http_server import listen
-
-    host, port = address
-    with only_service(folder):
-        listener = listen(host, port)
-        url = _url(host, listener.getsockname()[1], tls is not None)
-        fingerprint = None if tls is None else tls.fingerprint
-        engine = open_database(database or sqlite_url(folder / "control.db"))
-        points = write_points()
-        os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
-        store = ServiceStore(engine, points)
-        keep_local_nodes(store, nodes, options, forget=forget_nodes)
-        tenants = starting_tenants(store, listed)
-        if not is_loopback(host):
-            nodes = _of_one_tenant(nodes, [tenant["name"] for tenant in tenants])
-        plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)), give_up_after_s=give_up_after)
-        for name in plane.set_cluster(nodes, tenants, policy):
-            print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
-        log = partial(print, file=sys.stderr, flush=True)
-        service = LiveService(store, plane, log, history=folder / "history", webhooks=webhooks)
-        accounts = Accounts(store, time.time)
-        token = _first_token(accounts, folder / TOKEN)
-        app = make_app(
-            service,
-            token,
-            _token(folder / NODE_TOKEN),
-            host,
-            accounts=accounts,
-            authority=authority,
-            code=CodeStore(folder / "code"),
-        )
-
-        def listening() -> None:
-            publish_address(folder, url, fingerprint)
-            service.start()
-            local = [str(node["name"]) for node in nodes]
-            service.start_nodes(local, folder / "nodes", url, folder / NODE_TOKEN, fingerprint)
-            if demo:
-                submit_demo(plane, folder)
-            if json:
-                print_json({"listening": url, "fingerprint": fingerprint, "runs": str(root), "nodes": local})
-            else:
-                print("\n".join(_greeting(root, url, fingerprint, nodes, len(tenants), speed)))
-            sys.stdout.flush()
-
-        try:
-            limits = {"http": PeerCertificateProtocol, "limit_concurrency": MOST_CONNECTIONS}
-            serve(app, listener, listening, **limits, **({} if tls is None else tls.options()))
-        finally:
-            service.close()
-        if service.failure is not None:
-            raise service.failure
-
-
-def _greeting(
-    root: Path, url: str, fingerprint: str | None, nodes: list[dict[str, Any]], tenants: int, speed: float
-) -> Iterator[str]:
-    """Yield what the service prints once it listens."""
-    gpus = sum(len(node["gpus"]) for node in nodes)
-    yield f"{url}: {plural(len(nodes), 'node')}, {plural(gpus, 'GPU')}, {plural(tenants, 'tenant')}"
-    if fingerprint is not None:
-        yield f"fingerprint {fingerprint}"
-    if speed != 1.0:
-        yield f"emulated: the scheduler's clock runs {speed:g} times as fast"
-    yield "Ctrl-C ends it; jobs go on"
-    yield next_line(command(root, "queue"), f"{command(root, 'submit')} -- COMMAND")
-
-
-def _first_token(accounts: "Accounts", file: Path) -> str:
-    """Return the token of the first admin; a new one if the one in its file was revoked."""
-    token = _token(file)
-    if not accounts.admit_first(token):
-        file.unlink()
-        token = _token(file)
-        accounts.admit_first(token)
-    return token
-
-
-def _token(file: Path) -> str:
-    """Return the token in a private file; a new one if there is none."""
-    try:
-        token = file.read_text().strip()
-        if len(token) >= 16:
-            return token
-    except FileNotFoundError:
-        pass
-    token = secrets.token_urlsafe(24)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        os.fchmod(stream.fileno(), 0o600)
-        stream.write(token + "\n")
-    return token
-
-
-def _url(host: str, port: int, secure: bool) -> str:
-    """Return where this machine reaches what listens on a host and port."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -15,10 +15,9 @@ been run once more; what that gave is dropped. Blocks can be reused at once, sin
 
 import itertools
 import secrets
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,52 +25,18 @@ from torch import Tensor
 
 from headway.errors import RequestError
 from headway.inference.blocks import BlockPool
+from headway.inference.outputs import Output, WholeOutput
 from headway.inference.params import SamplingParams
+from headway.inference.prompt_logprobs import PromptLogprobs
 from headway.inference.runner import Runner, SampledTokens
+from headway.inference.sampled_pass import SampledPass, noted_logprobs
 from headway.inference.sampler import Sampled, Sampler
-from headway.inference.scheduler import Chunk, Limits, ScheduledBatch, schedule, shared_blocks
-from headway.inference.sequence import UNKNOWN, FinishReason, Sequence
+from headway.inference.scheduler import Limits, ScheduledBatch, schedule, shared_blocks
+from headway.inference.sequence import FinishReason, Sequence
 from headway.kernels.pointer_table import uploaded
 
 RequestsAtSwap = Literal["finish", "continue"]
 """What requests that run do when weights are swapped: finish on theirs first, or continue on the new ones."""
-LOGPROB_ROWS = 256
-"""Rows of logits that are in memory at once for log-probabilities of a prompt."""
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probability of a token, and of the likeliest ones in its place."""
-
-    logprob: float
-    top: Mapping[int, float]
-
-
-class WholeOutput(NamedTuple):
-    """All tokens of a sequence that has ended."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """Empty if they were not asked for."""
-
-
-class Output(NamedTuple):
-    """A token of a sequence, or its end."""
-
-    request_id: str
-    index: int
-    token_id: int | None
-    """None where a sequence ends without another token."""
-    finish: FinishReason | None = None
-    logprobs: TokenLogprobs | None = None
-    kept: float | None = None
-    """Probability mass that truncation kept."""
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """With the first token: those of the prompt; the first token has none."""
-    version: int = 0
-    """Of the weights that sampled it."""
-    whole: WholeOutput | None = None
-    """In place of a token: all of them, with the end of a request that asked for this."""
 
 
 @dataclass
@@ -108,48 +73,6 @@ class _Swap:
     change: Callable[[], None]
 
 
-@dataclass
-class _Prompt:
-    """Log-probabilities of a prompt so far."""
-
-    rows: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
-
-
-class _SampledPass:
-    """A pass whose tokens are on their way to the host."""
-
-    def __init__(
-        self, chunks: Rows[Chunk], sampled: Sampled | None, version: int, counts: Rows[int] | None = None
-    ) -> None:
-        """`counts`: tokens of each chunk's sequence, if not one of each that samples."""
-        self.version = version
-        self.sequences = [chunk.sequence for chunk in chunks]
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        counts = counts or [1] * len(sampling)
-        self.places = [(sequence, sequence.length, count) for sequence, count in zip(sampling, counts, strict=True)]
-        """Sequences that get tokens, where, and how many."""
-        self.tokens: SampledTokens | None = None
-        self._values: list[Tensor | None] = []
-        self._arrived = torch.cuda.Event() if sampled is not None and sampled.tokens_R.is_cuda else None
-        if sampled is not None:
-            tokens_RS = sampled.tokens_R.view(len(sampling), -1)
-            self.tokens = SampledTokens(tokens_RS[:, -1], {s.arrival: row for row, s in enumerate(sampling)})
-            logprobs_RS = None if sampled.logprobs_R is None else sampled.logprobs_R.view(tokens_RS.shape)
-            values = tokens_RS, logprobs_RS, *sampled[2:]
-            self._values = [None if x is None else x.to("cpu", non_blocking=True) for x in values]
-        if self._arrived is not None:
-            self._arrived.record()
-        for sequence, _, count in self.places:
-            sequence.token_ids += [UNKNOWN] * count
-            sequence.unknown += count
-
-    def values(self) -> list[Any]:
-        """Wait for what was sampled, and return it as lists."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return [None if x is None else x.tolist() for x in self._values]
-
-
 class InferenceEngine:
     """Runs requests in continuous batches. Not thread-safe: one thread adds, steps and aborts."""
 
@@ -180,9 +103,9 @@ class InferenceEngine:
         """Of the weights."""
         self._swap: _Swap | None = None
         self._arrivals = itertools.count()
-        self._prompts: dict[int, _Prompt] = {}
+        self._prompts = PromptLogprobs(runner.logits, self.sampler)
         self._outputs: list[Output] = []
-        self._passed: _SampledPass | None = None
+        self._passed: SampledPass | None = None
         """The last pass, while passes overlap."""
 
     # -- requests
@@ -291,10 +214,10 @@ class InferenceEngine:
         counts = self._counts(batch)
         if counts:
             sampled = self.runner.decode(batch.chunks, self._last_tokens(), counts)
-            return self._record(_SampledPass(batch.chunks, sampled, self.version, counts))
+            return self._record(SampledPass(batch.chunks, sampled, self.version, counts))
         x_TD = self.runner.run(batch.chunks, self._last_tokens()) if batch.chunks else None
         sampled = self._sample(x_TD, batch)
-        return self._record(_SampledPass(batch.chunks, sampled, self.version))
+        return self._record(SampledPass(batch.chunks, sampled, self.version))
 
     def _planned(self) -> ScheduledBatch:
         return schedule(self._admissible(), self._continuing(), self.pool, self.limits)
@@ -378,7 +301,7 @@ class InferenceEngine:
         ends = list(itertools.accumulate(chunk.count for chunk in batch.chunks))
         for chunk, end in zip(batch.chunks, ends, strict=True):
             if chunk.sequence.params.prompt_logprobs is not None and chunk.first < len(chunk.sequence.prompt_ids):
-                self._note_prompt(chunk, x_TD[end - chunk.count : end])
+                self._prompts.note(chunk, x_TD[end - chunk.count : end])
         sampling = [(chunk, end - 1) for chunk, end in zip(batch.chunks, ends, strict=True) if chunk.samples]
         if not sampling:
             return None
@@ -386,7 +309,7 @@ class InferenceEngine:
             x_TD = x_TD[uploaded(np.array([row for _, row in sampling]), x_TD.device)]
         return self.sampler.sample(self.runner.logits(x_TD), [chunk.sequence for chunk, _ in sampling])
 
-    def _record(self, passed: _SampledPass) -> list[Output]:
+    def _record(self, passed: SampledPass) -> list[Output]:
         """Note a pass, or while it runs the one before: tokens, ends, and full blocks that others may share."""
         outputs = self._settled()
         self._passed = passed if passed.sequences else None
@@ -413,8 +336,8 @@ class InferenceEngine:
                 if sequence.finish is not None:  # aborted, or ended by a token before
                     break
                 finish = self._end(sequence, token, place + step + 1)
-                logprobs, kept = _noted(sequence.params.logprobs, values, row, step)
-                prompt = self._prompt_of(sequence)
+                logprobs, kept = noted_logprobs(sequence.params.logprobs, values, row, step)
+                prompt = self._prompts.take(sequence)
                 outputs.append(
                     Output(
                         sequence.request_id, sequence.index, token, finish, logprobs, kept, prompt, passed.version
@@ -508,38 +431,6 @@ class InferenceEngine:
         sequence.blocks = []
         self.running.pop(sequence.arrival, None)
         self.waiting.pop(sequence.arrival, None)
-        self._prompts.pop(sequence.arrival, None)
+        self._prompts.drop(sequence)
         if tells:
             self._outputs.append(Output(sequence.request_id, sequence.index, None, reason))
-
-    def _note_prompt(self, chunk: Chunk, x_LD: Tensor) -> None:
-        """Note the log-probabilities that a chunk gives to the prompt tokens after each of its own."""
-        sequence = chunk.sequence
-        noted = self._prompts.setdefault(sequence.arrival, _Prompt())
-        first = len(noted.rows) - 1  # the token that predicts the next one to note; more after a preemption
-        last = min(chunk.first + chunk.count, len(sequence.prompt_ids) - 1)
-        for low in range(max(first, chunk.first), last, LOGPROB_ROWS):
-            high = min(low + LOGPROB_ROWS, last)
-            logits = self.runner.logits(x_LD[low - chunk.first : high - chunk.first])
-            following = torch.tensor(sequence.prompt_ids[low + 1 : high + 1], device=logits.device)
-            rows = [x.tolist() for x in self.sampler.prompt_logprobs(logits, following, sequence.params)]
-            noted.rows += [
-                TokenLogprobs(p, dict(zip(ids, tops, strict=True))) for p, ids, tops in zip(*rows, strict=True)
-            ]
-
-    def _prompt_of(self, sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
-        """Return the prompt's log-probabilities, once."""
-        if not self._prompts:  # as is usual
-            return None
-        noted = self._prompts.pop(sequence.arrival, None)
-        return None if noted is None else tuple(noted.rows)
-
-
-def _noted(asked: int | None, values: list[Any], row: int, step: int) -> tuple[TokenLogprobs | None, float | None]:
-    """Return the log-probabilities of a token as far as its request asked for them, and the mass that truncation
-    kept."""
-    if asked is None:
-        return None, None
-    _, logprobs, top_ids, top_logprobs, kept = values
-    top = dict(zip(top_ids[row][:asked], top_logprobs[row][:asked], strict=True)) if asked else {}
-    return TokenLogprobs(logprobs[row][step], top), 1.0 if kept is None else kept[row]

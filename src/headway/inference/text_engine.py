@@ -12,9 +12,10 @@ from headway.data.tokenizer import TextTokenizer
 from headway.errors import ModelError, RequestError
 from headway.inference.blocks import BlockPool
 from headway.inference.decode_graphs import DecodeGraphs
-from headway.inference.engine import EngineModel, InferenceEngine, Output
+from headway.inference.engine import EngineModel, InferenceEngine
 from headway.inference.kv_cache import PagedKvCache, Widths, bytes_per_token
 from headway.inference.load import LoadedModel
+from headway.inference.outputs import Output
 from headway.inference.params import SamplingParams
 from headway.inference.runner import PagedRunner, Runner, WholeRunner
 from headway.inference.scheduler import Limits

@@ -5,227 +5,40 @@
     split      each matrix over the tensor axis                     tensor.py, vocab_parallel.py
     share      experts over their axis                              expert.py
     split      sequences over the context axis                      context.py
+    loss       precision, and what the last stage computes          stage_forward.py
     recompute  activations of blocks                                recompute.py
     compile    each block
     shard      parameters over the data axes                        shard.py
 
 A compiled block contains its recomputation, and gathers of weights stay outside both. All of this happens on the meta
-device: memory is allocated last, for this worker's part alone. Parameter names stay those of the plain model.
+device: memory is allocated last, for this worker's part alone. Parameter names stay those of the plain model. What runs
+the passes of a step is the result: parallel_model.py.
 """
 
-import inspect
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from headway.errors import ModelError
 from headway.models import Decoder
-from headway.models.diffusion import Conditioning, DiffusionTransformer, TextStates
-from headway.models.experts import set_loss_scale
 from headway.models.fp8 import Float8Model, make_fp8
-from headway.parallel.collectives import whole
 from headway.parallel.context import SequenceParts, split_sequences
-from headway.parallel.documents import keeps_apart, make_places
+from headway.parallel.documents import keeps_apart, takes_documents
 from headway.parallel.expert import share_experts
 from headway.parallel.fp8_gather import Float8Gather
 from headway.parallel.gradients import Missing
-from headway.parallel.layout import (
-    TensorCuts,
-    blocks_of,
-    check_pipeline,
-    cuts_of,
-    explain_shapes,
-    layout_of,
-    named,
-    stages_of,
-)
-from headway.parallel.objective import (
-    IMAGE,
-    LABEL,
-    TEACHER_IDS,
-    TEXT,
-    TEXT_MASK,
-    TIME,
-    DeviceBatch,
-    DistillationObjective,
-    MeasureHead,
-    Objective,
-    PolicyObjective,
-    SumScale,
-    TeacherTargets,
-    loss_of,
-)
+from headway.parallel.layout import TensorCuts, blocks_of, check_pipeline, cuts_of, layout_of, named, stages_of
+from headway.parallel.objective import MeasureHead, Objective, TeacherTargets
+from headway.parallel.parallel_model import ParallelModel
 from headway.parallel.pipeline import LocalStage, PipelineRunner, StageSplit, has_ties, split, tie_group
 from headway.parallel.recompute import recompute
-from headway.parallel.shard import forget_copies, hold_gradients, release_weights, shard
+from headway.parallel.shard import shard
+from headway.parallel.stage_forward import ForwardSplit, set_forward, stream_dtype
 from headway.parallel.tensor import SEQUENCE, cut_tensors
-from headway.parallel.vocab_parallel import (
-    LogitOptions,
-    cross_entropy_of_logits,
-    logprobs_of_logits,
-    shared_logprobs,
-    shared_logprobs_among,
-    shared_logprobs_and_entropy,
-    shared_loss,
-    shared_top_k,
-)
 from headway.parallel.world import Axis, World
 from headway.recipe import ModelLayout, Parallel, Recipe
-
-
-@dataclass(frozen=True)
-class ParallelModel:
-    """One worker's part of a model."""
-
-    model: nn.Module
-    """This worker's modules, by the names of the plain model."""
-    stages: tuple[LocalStage, ...]
-    schedule: PipelineRunner | None
-    """The pipeline schedule, if any."""
-    missing: Missing
-    """Gradient reductions left after backward passes."""
-    borrowed: Mapping[str, str]
-    """Parameters that another stage owns: local name to owner's name."""
-    names: frozenset[str]
-    """Names of all tensors of the plain model."""
-    rows: int
-    """Rows per step of this worker."""
-    microbatch: int
-    """Rows per forward pass."""
-    accumulates: bool
-    """Whether a step accumulates gradients over several passes."""
-    pipeline: int
-    """Workers that layers are split over."""
-    copies: bool
-    """Whether the data axes only replicate, without sharding."""
-    reduce_each: bool = False
-    """Whether shards reduce gradients in every microbatch."""
-    documents: bool = True
-    """Whether attention is restricted to documents."""
-    parts: SequenceParts | None = None
-    """Which parts of its sequences this worker takes; None for all."""
-    one_shape: bool = False
-    """Whether a step whose number of rows varies is padded to whole microbatches: a GPU's kernels are compiled for one
-    shape, and for every other one anew."""
-    forgets: bool = False
-    """Deliberate bug: gradients are not reduced over replicas."""
-    head: MeasureHead | None = None
-    """The objective; None for the plain summed loss."""
-    teach: Callable[[DeviceBatch], DeviceBatch] | None = None
-    """Adds a teacher's columns to rows, if it runs beside the model."""
-    float8: Float8Model | None = None
-    """Its float8 products, if the recipe has any."""
-    gathered: Float8Gather | None = None
-    """Its weights that are gathered in float8, if any."""
-    ragged: bool = False
-    """Whether documents without a window are kept apart by cuDNN, where the host knows how many there are."""
-
-    def passes(self, batch: DeviceBatch, scale: SumScale) -> Tensor:
-        """Run forward and backward over all rows, by microbatches; gradients are reduced in the last one, or in each.
-
-        Return the objective's scaled sums, or this worker's part of them: a scalar for the plain summed loss.
-        """
-        set_loss_scale(self.model, scale.tokens)
-        if self.ragged:
-            make_places(self.model, batch.document_counts, self.microbatch)
-        self.refresh()
-        if self.schedule is not None:
-            return self.schedule.step(self._taken(batch), scale)
-        total, rows = torch.zeros(self._shape, device=batch.inputs.device), len(batch.inputs)
-        for low in range(0, rows, self.microbatch):
-            high = min(low + self.microbatch, rows)
-            hold_gradients(self.model, last=high == rows, copies=self.copies, reduce_each=self.reduce_each)
-            if self.forgets:
-                forget_copies(self.model)
-            values = scale.of(self._sums(batch.rows(low, high)))
-            loss_of(values, self.terms).backward()
-            total += values.detach()
-        return total
-
-    def evaluate(self, batch: DeviceBatch) -> Tensor:
-        """Return the objective's sums, or this worker's part of them: a scalar for the plain summed loss."""
-        if self.ragged:
-            rows = self.microbatch if self.schedule is not None else len(batch.inputs)
-            make_places(self.model, batch.document_counts, rows)
-        self.refresh()
-        return self.schedule.evaluate(self._taken(batch)) if self.schedule is not None else self._sums(batch)
-
-    def refresh(self) -> None:
-        """Cast weights to float8, where the recipe says so: once for all microbatches."""
-        if self.float8 is not None:
-            self.float8.refresh()
-        if self.gathered is not None:
-            self.gathered.refresh()
-
-    def document_logprobs(self, batch: DeviceBatch) -> Tensor | None:
-        """Return the log-probabilities of the documents of all rows, [rows, documents]; None before the last stage."""
-        assert self.head is not None, "only an objective of log-probabilities has them"
-        with self.head.collecting(by_document=True) as collected:
-            self.evaluate(batch)
-        return torch.cat(collected) if collected else None
-
-    @torch.no_grad()
-    def token_logprobs(self, batch: DeviceBatch) -> Tensor | None:
-        """Return the log-probabilities of the labels of any number of rows, [rows, seq], in the passes of a step; None
-        before the last stage."""
-        assert self.head is not None, "only an objective of log-probabilities has them"
-        rows = len(batch.inputs) if self.schedule is not None else self.microbatch
-        trains = self.model.training
-        self.model.eval()  # adapters drop nothing of what is only scored
-        with self.head.collecting(by_document=False) as collected:
-            for low in range(0, len(batch.inputs), rows):
-                self.evaluate(batch.rows(low, min(low + rows, len(batch.inputs))))
-        self.rest()
-        self.model.train(trains)
-        return torch.cat(collected) if collected else None
-
-    def _sums(self, batch: DeviceBatch) -> Tensor:
-        batch = self._taken(batch)
-        sums: Tensor = self.model(batch.inputs, batch.labels, **_named(batch.documents), **batch.columns)
-        return sums
-
-    def _taken(self, batch: DeviceBatch) -> DeviceBatch:
-        """Return what of a batch the model and the objective take."""
-        batch = batch if self.teach is None else self.teach(batch)
-        if self.parts is not None:  # documents stay whole: keys are those of all parts
-            # labels, too, where an objective measures whole sequences
-            labels = self.parts.take(batch.labels) if self.head is None else batch.labels
-            batch = replace(batch, inputs=self.parts.take(batch.inputs), labels=labels)
-        return replace(
-            batch,
-            documents=batch.documents if self.documents or self.head is not None else None,
-            columns=batch.columns if self.head is not None else {},
-        )
-
-    @property
-    def terms(self) -> int:
-        """How many of the sums make up the loss."""
-        return 1 if self.head is None else self.head.objective.terms
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return () if self.head is None else (len(self.head.objective.names),)
-
-    def evaluation_rows(self, most: int) -> int:
-        """Return the rows to evaluate at once, of at most `most`: a pipeline always takes a step's."""
-        return self.rows if self.schedule is not None else min(self.microbatch, most)
-
-    @property
-    def rows_multiple(self) -> int:
-        """What the rows of a step's passes, whose number may vary, are a multiple of."""
-        if self.schedule is None:
-            return self.microbatch if self.one_shape else 1
-        return self.microbatch * self.pipeline
-
-    def rest(self) -> None:
-        """Free weights gathered for a forward pass without a backward pass."""
-        for stage in self.stages:
-            release_weights(stage.module)
 
 
 def parallelize_model(
@@ -250,19 +63,14 @@ def parallelize_model(
     rows = train.batch // world.data.size
     microbatch = min(train.microbatch or rows, rows)
     cuts = cuts_of(model, layout, tensor.size) if tensor.size > 1 else None
-    copies = world.axis("shard").size == 1
-    missing: Missing = ()
-
     ragged = keeps_apart(model, recipe, world.device, microbatch)
 
     # products in float8
-    holds = world.data.size == 1 and tensor.size == 1
     if train.fp8 is not None:
-        make_fp8(model, recipe.model, train.fp8, world.device, holds=holds)
+        make_fp8(model, recipe.model, train.fp8, world.device, holds=_has_whole_weights(world))
 
     # this worker's stages
-    stages, stream, tied = _stages(model, layout, recipe, world, microbatch, cuts)
-    missing += tied
+    stages, stream, missing = _stages(model, layout, recipe, world, microbatch, cuts)
 
     # each matrix, over the tensor axis
     vocabulary = None
@@ -277,12 +85,11 @@ def parallelize_model(
     # sequences, over the context axis
     parts = SequenceParts(context) if context.size > 1 else None
     if parts is not None:
-        for stage in stages.stages:
-            assert isinstance(stage.module, Decoder)
-            split_sequences(stage.module, context, parallel.context_attention or "all-gather", first=stage.first)
+        _split_sequences(stages, context, parallel)
 
+    forward_split = ForwardSplit(head, cuts, vocabulary, parts)
     for stage in stages.stages:
-        _set_forward(stage, recipe, world, cuts, vocabulary, head, parts)
+        set_forward(stage, recipe, world, forward_split)
 
     # activations, then kernels
     recompute([block for stage in stages.stages for block in stage.blocks], train.recompute, train.recompute_blocks)
@@ -291,42 +98,34 @@ def parallelize_model(
 
     # parameters, over the data axes
     if world.fsdp_size > 1:
-        keep = bool(parallel.keep_weights) or pipeline.size > 1 or copies
-        for stage in stages.stages:
-            shard(stage.module, stage.blocks, world, train.dtype, keep)
-
-    if "no-gradient-reduction" in mutations:
-        missing = ()
+        _shard_parameters(stages, recipe, world)
 
     # memory, last
     for stage in stages.stages:
         _allocate(stage.module, world.device)
-    float8 = gathered = None
-    if train.fp8 is not None:
-        float8 = Float8Model(stages.model, world.device, holds=holds)
-        if train.fp8.gather and train.fp8.scaling == "tensorwise" and not copies:
-            gathered = Float8Gather(stages.model, float8, world.axis("shard"))
+    float8, gathered = _float8_weights(stages.model, recipe, world)
     schedule = None
     if pipeline.size > 1:
         wrong = "pipeline-loss-scale" in mutations
-        schedule = PipelineRunner(stages, world, parallel, stream, _stream_dtype(recipe, world), head, divides=wrong)
+        schedule = PipelineRunner(stages, world, parallel, stream, stream_dtype(recipe, world), head, divides=wrong)
+    forgets = "no-gradient-reduction" in mutations
     return ParallelModel(
         model=stages.model,
         stages=stages.stages,
         schedule=schedule,
-        missing=missing,
+        missing=() if forgets else missing,
         borrowed={**(stages.borrowed or {}), **_others_buffers(stages.model, layout, pipeline)},
         names=names,
         rows=rows,
         microbatch=microbatch,
         pipeline=pipeline.size,
         accumulates=schedule is not None or recipe.rl is not None or microbatch * world.data.size < max(train.batches),
-        copies=copies,
+        copies=_only_copies(world),
         reduce_each=bool(parallel.reduce_each),
-        documents=_takes_documents(model),
+        documents=takes_documents(model),
         parts=parts,
         one_shape=world.device.type == "cuda",
-        forgets="no-gradient-reduction" in mutations,
+        forgets=forgets,
         head=head,
         float8=float8,
         gathered=gathered,
@@ -342,15 +141,6 @@ def check_sequences(model: nn.Module, size: int) -> None:
             f"can be split",
             hint="--set parallel.context=1",
         )
-
-
-def _takes_documents(model: nn.Module) -> bool:
-    """Whether a model supports document masking: Headway's, and classes whose forward takes `documents`."""
-    return isinstance(model, Decoder) or "documents" in inspect.signature(type(model).forward).parameters
-
-
-def _named(documents: Tensor | None) -> dict[str, Tensor]:
-    return {} if documents is None else {"documents": documents}
 
 
 def _stages(
@@ -382,10 +172,44 @@ def _cut_matrices(model: nn.Module, cuts: TensorCuts, world: World, mutations: C
     return ((partial_sums, tensor.group),)
 
 
+def _split_sequences(stages: StageSplit, context: Axis, parallel: Parallel) -> None:
+    for stage in stages.stages:
+        assert isinstance(stage.module, Decoder)
+        split_sequences(stage.module, context, parallel.context_attention or "all-gather", first=stage.first)
+
+
 def _compile_blocks(stages: StageSplit) -> None:
     for stage in stages.stages:
         for block in stage.blocks:
             block.forward = torch.compile(block.forward)
+
+
+def _only_copies(world: World) -> bool:
+    """Whether the data axes only replicate, without sharding."""
+    return world.axis("shard").size == 1
+
+
+def _shard_parameters(stages: StageSplit, recipe: Recipe, world: World) -> None:
+    parallel = recipe.parallel or Parallel()
+    keep_weights = bool(parallel.keep_weights) or world.axis("pipeline").size > 1 or _only_copies(world)
+    for stage in stages.stages:
+        shard(stage.module, stage.blocks, world, recipe.train.dtype, keep_weights)
+
+
+def _has_whole_weights(world: World) -> bool:
+    """Whether this worker has all of each weight."""
+    return world.data.size == 1 and world.axis("tensor").size == 1
+
+
+def _float8_weights(model: nn.Module, recipe: Recipe, world: World) -> tuple[Float8Model | None, Float8Gather | None]:
+    """Return a model's products in float8, and its weights that are gathered in float8, if the recipe has any."""
+    fp8 = recipe.train.fp8
+    if fp8 is None:
+        return None, None
+    float8 = Float8Model(model, world.device, holds=_has_whole_weights(world))
+    if not fp8.gather or fp8.scaling != "tensorwise" or _only_copies(world):
+        return float8, None
+    return float8, Float8Gather(model, float8, world.axis("shard"))
 
 
 def stream_shape(
@@ -410,200 +234,6 @@ def stream_shape(
     if cuts is not None and cuts.by_sequence:
         shape[SEQUENCE] //= tensor.size
     return torch.Size(shape)
-
-
-def _stream_dtype(recipe: Recipe, world: World) -> torch.dtype:
-    """Return the dtype of the stream between stages: FSDP has that of products, autocast float32."""
-    return torch.bfloat16 if recipe.train.dtype == "bfloat16" and world.fsdp_size > 1 else torch.float32
-
-
-def _set_forward(
-    stage: LocalStage,
-    recipe: Recipe,
-    world: World,
-    cuts: TensorCuts | None,
-    vocabulary: int | None,
-    head: MeasureHead | None,
-    parts: SequenceParts | None,
-) -> None:
-    """Run a stage in the recipe's precision; it returns the summed loss, the objective's sums, or the stream."""
-    model, tensor = stage.module, world.axis("tensor")
-    documents = _takes_documents(model)
-    if isinstance(model, Decoder):
-        forward = model.forward if stage.last else model.hidden
-        if stage.last and head is not None:
-            group = tensor.group if cuts is not None and cuts.by_sequence else None
-            forward = partial(_measured, head, _scores_of(model, head.objective, group), documents, parts)
-        model.loss.z_loss = recipe.train.z_loss
-        if cuts is not None:
-            shape = LogitOptions(model.loss.softcap, recipe.train.z_loss)
-            model.loss.forward = partial(shared_loss, tensor, cuts.by_sequence, shape)
-            model.loss.logprobs = partial(  # type: ignore[method-assign]
-                shared_logprobs, tensor, cuts.by_sequence, model.loss.softcap
-            )
-            model.loss.logprobs_and_entropy = partial(  # type: ignore[method-assign]
-                shared_logprobs_and_entropy, tensor, cuts.by_sequence, model.loss.softcap
-            )
-            model.loss.logprobs_among = partial(  # type: ignore[method-assign]
-                shared_logprobs_among, tensor, cuts.by_sequence, model.loss.softcap
-            )
-            model.loss.top_k = partial(  # type: ignore[method-assign]
-                shared_top_k, tensor, cuts.by_sequence, model.loss.softcap
-            )
-            if not stage.first:
-                model.context = WholeSequence(model.context, tensor.size)
-    elif isinstance(model, DiffusionTransformer):
-        forward = partial(_denoised, head, model.forward)
-    else:
-        forward = partial(_of_tokens, model.forward)
-        if stage.last and head is None:
-            forward = partial(_loss_of_logits, model.forward, tensor, vocabulary, recipe.train.z_loss)
-        elif stage.last and head is not None:
-            scores = partial(_logprobs_of_model, model.forward, tensor, vocabulary)
-            forward = partial(_measured, head, scores, documents, None)
-        if cuts is not None:
-            forward = partial(_explained, forward, model, cuts)
-    # FSDP gathers in the right precision; without data axes, autocast converts higher-precision weights here.
-    casts = recipe.train.dtype == "bfloat16" and recipe.train.weights == "float32" and world.fsdp_size == 1
-    context = partial(torch.autocast, world.device.type, dtype=torch.bfloat16, enabled=casts)
-    dtype = _stream_dtype(recipe, world)
-    model.forward = partial(_forward, forward, context, stage.last, dtype)
-
-
-def _forward(
-    plain: Any,
-    context: Any,
-    last: bool,
-    dtype: torch.dtype,
-    x: Tensor,
-    labels: Tensor | None = None,
-    documents: Tensor | None = None,
-    **columns: Tensor,
-) -> Tensor:
-    with context():
-        out: Tensor = plain(x, labels, documents, **columns) if last else plain(x, documents).to(dtype)
-    return out
-
-
-def _measured(
-    head: MeasureHead,
-    scores_of: Callable[[DeviceBatch, Tensor | None], Any],
-    takes_documents: bool,
-    parts: SequenceParts | None,
-    x: Tensor,
-    labels: Tensor,
-    documents: Tensor | None = None,
-    **columns: Tensor,
-) -> Tensor:
-    """An objective of log-probabilities; `x` may be the stream.
-
-    Workers with `parts` of sequences all measure whole ones, and the first of them reports the sums.
-    """
-    batch = DeviceBatch(x, labels, documents, columns)
-    seen = documents if takes_documents else None
-    if parts is None:
-        return head(scores_of(batch, seen), batch)
-    of_tokens = {TEACHER_IDS: parts.take(columns[TEACHER_IDS])} if TEACHER_IDS in columns else {}
-    scores = scores_of(replace(batch, labels=parts.take(labels), columns=of_tokens), seen)
-    whole_scores = parts.whole(scores) if isinstance(scores, Tensor) else tuple(map(parts.whole, scores))
-    sums = head(whole_scores, batch)
-    return sums if parts.axis.rank == 0 else sums - sums.detach()
-
-
-def _denoised(
-    head: MeasureHead | None,
-    plain: Any,
-    x: Tensor,
-    targets: Tensor | None,
-    _: None = None,
-    **columns: Tensor,
-) -> Tensor:
-    """A diffusion model on noised samples; without targets, what it predicts."""
-    text = TextStates(columns[TEXT], columns[TEXT_MASK]) if TEXT in columns else None
-    conditioning = Conditioning(labels_B=columns.get(LABEL), text=text, latents_BCTYX=columns.get(IMAGE))
-    predicted: Tensor = plain(x, columns[TIME], conditioning)
-    if targets is None:
-        return predicted
-    assert head is not None, "diffusion has an objective"
-    return head(predicted, DeviceBatch(x, targets, None, columns))
-
-
-def _scores_of(
-    model: Decoder, objective: Objective | TeacherTargets, group: dist.ProcessGroup | None
-) -> Callable[[DeviceBatch, Tensor | None], Tensor | tuple[Tensor, Tensor]]:
-    """Return the function of rows whose result an objective measures; attention is restricted to the documents.
-
-    The stream is split by sequence over the workers of `group`, if any.
-    """
-    if model.score is not None:
-        if group is None:
-            return lambda batch, documents: model.rewards(batch.inputs, documents)
-        return lambda batch, documents: whole(model.rewards(batch.inputs, documents), SEQUENCE, group)
-    if isinstance(objective, TeacherTargets):
-        count, temperature = objective.count, objective.temperature
-        return lambda batch, documents: model.top_k(batch.inputs, count, temperature, documents)
-    if isinstance(objective, DistillationObjective):
-        warmth = objective.temperature
-        return lambda batch, documents: model.logprobs_among(
-            batch.inputs, batch.labels, batch.columns[TEACHER_IDS], warmth, documents
-        )
-    if isinstance(objective, PolicyObjective):
-        scores = model.logprobs_and_entropy if objective.wants_entropy else model.logprobs
-        at = objective.temperature
-        return lambda batch, documents: scores(batch.inputs, batch.labels, documents, at)
-    return lambda batch, documents: model.logprobs(batch.inputs, batch.labels, documents)
-
-
-def _logprobs_of_model(
-    plain: Any, tensor: Axis, vocabulary: int | None, batch: DeviceBatch, documents: Tensor | None
-) -> Tensor:
-    """Wraps a custom class, which returns logits."""
-    return logprobs_of_logits(_of_tokens(plain, batch.inputs, documents), batch.labels, tensor, vocabulary)
-
-
-def _explained(plain: Any, model: nn.Module, cuts: TensorCuts, *inputs: Any, **columns: Tensor) -> Tensor:
-    """A custom class on a tensor axis: an incomplete layout fails where a split meets what is not."""
-    try:
-        out: Tensor = plain(*inputs, **columns)
-    except RuntimeError as error:
-        explained = explain_shapes(model, cuts, error)
-        if explained is None:
-            raise
-        raise explained from error
-    return out
-
-
-def _of_tokens(plain: Any, x: Tensor, documents: Tensor | None = None) -> Tensor:
-    """A custom class, which may take documents."""
-    out: Tensor = plain(x, **_named(documents))
-    return out
-
-
-def _loss_of_logits(
-    plain: Any,
-    tensor: Axis,
-    vocabulary: int | None,
-    z_loss: float,
-    x: Tensor,
-    labels: Tensor | None,
-    documents: Tensor | None = None,
-) -> Tensor:
-    """Wraps a custom class, which returns logits, with the loss."""
-    logits = _of_tokens(plain, x, documents)
-    return logits if labels is None else cross_entropy_of_logits(logits, labels, tensor, vocabulary, z_loss)
-
-
-class WholeSequence(nn.Module):
-    """Gives the context builder the full sequence length, where the stream is split by sequence."""
-
-    def __init__(self, context: nn.Module, shares: int) -> None:
-        super().__init__()
-        self.context, self.shares = context, shares
-
-    def forward(self, like: Tensor, documents: Tensor | None = None, cache: None = None) -> Any:
-        """Build the context of all positions."""
-        full_sequence = like.new_empty(1).expand(like.shape[0], like.shape[SEQUENCE] * self.shares)
-        return self.context(full_sequence, documents, cache)
 
 
 def _shared_vocabulary(model: nn.Module, cuts: TensorCuts) -> int | None:

@@ -1,13 +1,28 @@
-"""Places for packed documents: how many a pass has is known on the host, which is never made to ask the device."""
+"""Documents of packed rows: which models keep them apart, and places for them.
+
+How many a pass has is known on the host, which is never made to ask the device.
+"""
+
+import inspect
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headway.kernels import dispatch, document_attention
 from headway.models import Decoder
 from headway.models.decoder import ContextBuilder
 from headway.recipe import Recipe
+
+
+def takes_documents(model: nn.Module) -> bool:
+    """Whether a model supports document masking: Headway's, and classes whose forward takes `documents`."""
+    return isinstance(model, Decoder) or "documents" in inspect.signature(type(model).forward).parameters
+
+
+def named_documents(documents: Tensor | None) -> dict[str, Tensor]:
+    """Return documents as a keyword of a forward pass, if there are any: a custom class may not know the word."""
+    return {} if documents is None else {"documents": documents}
 
 
 def keeps_apart(model: nn.Module, recipe: Recipe, device: torch.device, rows: int) -> bool:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headway.parallel.apply import ParallelModel
+from headway.parallel.parallel_model import ParallelModel
 from headway.parallel.world import World
 
 

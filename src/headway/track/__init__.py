@@ -29,11 +29,10 @@ from headway.track.ledger import Ledger, account, largest_overhead
 from headway.track.metrics import history, metric_names, metric_table, read_metric, read_metrics
 from headway.track.plans import RunPlan, read_plan, write_plan
 from headway.track.registry import split_ref
+from headway.track.run_folder import FAILED, RunFolder, command, run_id, runs_root
+from headway.track.run_lock import lock_holder, lock_run
+from headway.track.run_summary import RunSummary, summarize
 from headway.track.runs import (
-    FAILED,
-    RunFolder,
-    RunSummary,
-    command,
     create_run,
     find_run,
     find_set_aside,
@@ -41,14 +40,9 @@ from headway.track.runs import (
     has_stepped,
     is_set_aside,
     list_runs,
-    lock_holder,
-    lock_run,
     next_attempt,
     parse_ref,
-    run_id,
-    runs_root,
     set_aside,
-    summarize,
     take_back,
 )
 from headway.track.tensorboard import export_tensorboard

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headway.track.events import BACKLOG_BYTES, Recorder
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 EXTRA = "records"
 """Their key in the `extra` facts of a checkpoint."""

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from headway.track.differences import Cause, MetricDifference, find_causes, first_difference, read_conditions
 from headway.track.events import Event, Record, read_run
 from headway.track.metrics import history
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 START = "0" * 32
 """The chain before the first step."""

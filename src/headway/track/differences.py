@@ -9,7 +9,7 @@ from pydantic_core import from_json
 from headway.errors import RunError
 from headway.track.events import Event, Record
 from headway.track.files import read_recipe
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from headway.recipe import Recipe

@@ -11,7 +11,7 @@ from pydantic_core import from_json, to_json
 from headway.errors import RunError
 from headway.track.access import umask_of
 from headway.track.files import write_json
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 
 class EvalMetric(BaseModel):

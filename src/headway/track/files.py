@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import ValidationError, from_json, to_json
 
 from headway.errors import RunError
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from headway.recipe import Recipe

@@ -7,7 +7,7 @@ unmounted lies a bare mount point, in which nothing of the run may be created.
 from dataclasses import dataclass
 from typing import Literal
 
-from headway.track.runs import RunFolder, run_id
+from headway.track.run_folder import RunFolder, run_id
 
 
 @dataclass(frozen=True)

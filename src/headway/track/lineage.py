@@ -23,7 +23,8 @@ from headway.track.evaluations import read_evaluations
 from headway.track.files import write_json
 from headway.track.hub import hub_of
 from headway.track.registry import read_registry, split_ref
-from headway.track.runs import RunFolder, find_run, list_runs, run_id
+from headway.track.run_folder import RunFolder, run_id
+from headway.track.runs import find_run, list_runs
 
 RECORD, EXPORTS = "lineage.json", "exports.jsonl"
 MOST_SOURCES = 20

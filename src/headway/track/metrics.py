@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from headway.errors import UsageError
 from headway.track.events import Event, Record, kept_until, read_ends, read_run, read_with_raw_lines
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 from headway.track.user_log import logged_series, user_records
 
 # NumPy is imported where it is used, to keep 0.1 s out of the start of verbs that only inspect a run.

@@ -19,7 +19,7 @@ from pydantic_core import from_json, to_json
 
 from headway.recipe.find_own_code import find_module_file
 from headway.recipe.own_code import OWN_NAME
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 FOLDER = "code"
 MOST_BYTES = 1 << 20

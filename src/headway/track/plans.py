@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headway.track.files import write_json
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 
 class RunPlan(BaseModel):

@@ -18,7 +18,8 @@ from pydantic_core import to_json
 
 from headway.errors import RunError, UsageError, suggest
 from headway.track.access import new_run_mode
-from headway.track.runs import RunFolder, command, create_private_folder, parse_ref, run_id
+from headway.track.run_folder import RunFolder, command, create_private_folder, run_id
+from headway.track.runs import parse_ref
 
 FILE, LOCK = ".registry.json", ".registry.lock"
 NAMED = ".named"

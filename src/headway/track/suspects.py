@@ -7,7 +7,7 @@ import contextlib
 import re
 from pathlib import Path
 
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 FORGIVEN_S = 86400.0
 """A machine is used again after a day: it may have been repaired."""

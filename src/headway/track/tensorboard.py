@@ -6,7 +6,7 @@ from pathlib import Path
 from headway.errors import UsageError
 from headway.track.events import read_run
 from headway.track.metrics import history, read_metrics
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 
 def export_tensorboard(run: RunFolder, folder: Path) -> int:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from headway.errors import HeadwayError, RunError, UsageError, plural
 from headway.track.events import Record, Recorder, read_record, record_path
 from headway.track.logged_values import LoggedFile, MediaKind, to_number
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from headway.track.metrics import Series

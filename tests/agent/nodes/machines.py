@@ -15,7 +15,7 @@ from conftest import Lived
 from eventually import CEILING_S, eventually
 from headway.agent import new_run
 from headway.recipe import Recipe
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 PROGRAM = "from headway.cli.main import main; main()"
 KEY = "a key of the tests, and long enough"

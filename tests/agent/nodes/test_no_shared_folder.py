@@ -22,7 +22,7 @@ from headway.recipe import Recipe
 from headway.state.object_store import open_store
 from headway.state.store_checkpoint import list_remote
 from headway.track import read_run
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 HIDE_COMMAND = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs nothing "$0"', tempfile.gettempdir()]
 

@@ -32,7 +32,8 @@ from headway.state.handshake import connect
 from headway.state.object_store import open_store
 from headway.state.store_checkpoint import list_remote
 from headway.track import Recorder, account, read_run, record_path, write_json
-from headway.track.runs import RunFolder, create_run
+from headway.track.run_folder import RunFolder
+from headway.track.runs import create_run
 
 SETTINGS = {"train.steps": 10, "train.restarts": 3, "checkpoint.every_steps": 5, "checkpoint.memory_every_steps": 1}
 KEY = "a key of the tests, and long enough"

@@ -10,9 +10,10 @@ from ray_cluster import ray_cluster
 
 from conftest import Lived
 from headway.cluster.submit.grid import parse_grid
+from headway.cluster.submit.sweep_request import request_sweep
 from headway.cluster.submit.sweep_results import wait_for_sweep
+from headway.cluster.submit.sweep_start import start_sweep
 from headway.cluster.submit.sweep_sync import SweepSync
-from headway.cluster.submit.sweeps import request_sweep, start_sweep
 from headway.hardware import parse_on
 from headway.recipe import to_toml
 from headway.track import RunFolder, summarize

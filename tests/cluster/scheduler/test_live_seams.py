@@ -7,7 +7,8 @@ from headway.cluster.scheduler.decide import decide
 from headway.cluster.scheduler.jobs import Job
 from headway.cluster.scheduler.least_served import LEAST_SERVED
 from headway.cluster.scheduler.placement import Kept, Placement
-from headway.cluster.scheduler.snapshot import ClusterSnapshot, OversizedJobError
+from headway.cluster.scheduler.snapshot import ClusterSnapshot
+from headway.cluster.scheduler.submission_checks import OversizedJobError
 
 
 def cluster(nodes: int = 2, gpus: int = 4, cpus: float = 8, gib: float = 16) -> ClusterSnapshot:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,19 +20,20 @@ from headway.cluster.engines import settings as engine_settings
 from headway.cluster.engines.engine import Engine, JobStatus, LaunchRequest, Machine
 from headway.cluster.engines.submissions import last_submission
 from headway.cluster.submit import runs as submit
-from headway.cluster.submit import store_runs, sweep_sync, sweeps
+from headway.cluster.submit import store_runs, sweep_start, sweep_sync
 from headway.cluster.submit.grid import parse_grid
 from headway.cluster.submit.store_runs import delete_run, for_each, run_of_array_task, upload_run
+from headway.cluster.submit.sweep_request import SweepRequest, request_sweep
 from headway.cluster.submit.sweep_results import sweep_results
+from headway.cluster.submit.sweep_start import describe_sweep, start_sweep
 from headway.cluster.submit.sweep_sync import SweepSync
 from headway.cluster.submit.sweeps import (
-    SweepRequest,
-    describe_sweep,
+    SweepRun,
+    cancel_sweep,
     find_sweep,
     is_sweep,
-    request_sweep,
     requeue_sweep,
-    start_sweep,
+    submitted_sweep_runs,
 )
 from headway.errors import EngineError, RunError, StateError, UsageError
 from headway.recipe import Recipe, to_toml
@@ -266,7 +268,7 @@ def test_failure_after_launch_cancels_the_job_and_leaves_nothing(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(sweeps, where, fail)
+    monkeypatch.setattr(sweep_start, where, fail)
     with pytest.raises(type(error)):
         start_sweep(setup.request(), setup.runs)
     assert (setup.local(), setup.in_store()) == ([], [])
@@ -307,14 +309,15 @@ from pathlib import Path
 sys.path.append({tests!r})
 import test_sweep_sync as tests
 from headway.cluster.engines import settings
-from headway.cluster.submit import runs, sweeps
+from headway.cluster.submit import runs, sweep_request, sweep_start
 engine = tests.RecordingEngine()
 settings.open_engine = runs.open_engine = lambda *_: engine
 def dies(real, when=lambda *_: True):
     return lambda *arguments: os.kill(os.getpid(), signal.SIGKILL) if when(*arguments) else real(*arguments)
 {dies}
 axes = tests.parse_grid(list(tests.GRID), [])
-sweeps.start_sweep(sweeps.request_sweep(Path("r.toml"), [], axes, engine="local", name="s", shared=False), Path("runs"))
+wanted = sweep_request.request_sweep(Path("r.toml"), [], axes, engine="local", name="s", shared=False)
+sweep_start.start_sweep(wanted, Path("runs"))
 """
 
 
@@ -326,7 +329,7 @@ def kill_creator_at(setup: SweepSetup, dies: str) -> None:
 
 
 def test_sweep_whose_creator_dies_before_commit_trains_nothing(setup: SweepSetup, monkeypatch) -> None:
-    kill_creator_at(setup, "sweeps.commit = dies(sweeps.commit)")
+    kill_creator_at(setup, "sweep_start.commit = dies(sweep_start.commit)")
     assert "s-lr_2e-2/folder/recipe.json" in setup.in_store()
     assert not any(name.startswith(".sweeps/") for name in setup.in_store())  # so its tasks train nothing
     # its store does not answer: it may be committed
@@ -384,7 +387,7 @@ def test_only_runs_with_possible_news_are_fetched(setup: SweepSetup, monkeypatch
     }
     setup.engine.states = {f"ab1_{int(seed) - 1}": status for seed, status in states.items()}
     records = SweepSync(setup.runs, sweep)
-    records.sync(runs := sweeps.submitted_sweep_runs(setup.runs, sweep))
+    records.sync(runs := submitted_sweep_runs(setup.runs, sweep))
     assert sorted(fetched_urls) == ["1", "2", "3"]  # the fourth has not started
     assert [recorded_losses(setup, f"s-seed_{seed}") for seed in "1234"] == [[3.0, 1.0], [3.0, 2.0], [3.0, 3.0], []]
     fetched_urls.clear()
@@ -408,8 +411,8 @@ def test_store_that_does_not_answer_is_given_up(setup: SweepSetup, monkeypatch) 
     monkeypatch.setattr(sweep_sync, "PATIENCE_S", 0.1)
     seeds = ",".join(map(str, range(20)))
     sweep, _ = start_sweep(setup.request(f"seed={seeds}"), setup.runs)
-    points = tuple(sweeps.SweepRun(point.run, point.settings, f"s3://bucket/{point.run}") for point in sweep.points)
-    unreachable = sweeps.replace(sweep, points=points)
+    points = tuple(SweepRun(point.run, point.settings, f"s3://bucket/{point.run}") for point in sweep.points)
+    unreachable = replace(sweep, points=points)
     setup.engine.states = {f"ab1_{index}": JobStatus("running", starts=1) for index in range(20)}
     fetched_urls, real = list[str](), fetch_run
     monkeypatch.setattr(
@@ -446,5 +449,5 @@ def test_requeued_run_uses_its_own_address(setup: SweepSetup) -> None:
     submission = last_submission(run.path)
     assert submission is not None
     assert submission.job == "ab2"
-    sweeps.cancel_sweep(setup.runs, find_sweep(setup.runs, "s"))
+    cancel_sweep(setup.runs, find_sweep(setup.runs, "s"))
     assert setup.engine.cancelled == [sweep.job, "ab2"]

@@ -42,7 +42,7 @@ from headway.state.object_store import ObjectStore, open_store
 from headway.state.store_checkpoint import list_remote
 from headway.track import RunFolder, lock_holder, write_json
 from headway.track.access import PRIVATE, new_run_mode, umask_of
-from headway.track.runs import create_private_folder
+from headway.track.run_folder import create_private_folder
 
 FOLDER, RECORDS, SAID = RUN_FILES, "records", "said"
 LOOK_S = 2.0

@@ -146,11 +146,8 @@ def _preempt(
 ) -> list[Decision]:
     """Preempt jobs without a decision for waiting ones, and start these in their place."""
     snapshot, jobs = trial.snapshot, trial.snapshot.jobs
-    active = snapshot.settled
-    stoppable = active[jobs.preemptible[active] & (preemptible_from_s(snapshot, active, policy) <= now)]
     # those without GPUs neither preempt nor yield: which nodes to empty is decided by GPUs
-    stoppable, rows = stoppable[jobs.gpus[stoppable] > 0], rows[jobs.gpus[rows] > 0]
-    stoppable = _undecided(stoppable, [decision for decision in before if decision.kind in ("resize", "move")])
+    stoppable, rows = _stoppable(snapshot, now, policy, before), rows[jobs.gpus[rows] > 0]
     most = trial.free + int(jobs.gpus[stoppable].sum())
     rows = rows[trial.under_cap(rows) & (jobs.gpus[rows] <= most)]  # the others do not fit, whatever is preempted
     if not len(stoppable) or not len(rows):
@@ -159,7 +156,7 @@ def _preempt(
     could_fit: Flags = jobs.gpus[rows] <= rules.reach(snapshot, trial.used, waiting, running, now) + trial.free
     if not could_fit.any() and all(decision.kind == "start" for decision in before):  # nothing was freed since
         return []
-    stops_left, decisions = max(MIN_PREEMPTION_LIMIT, len(active) // 50), list[Decision]()
+    stops_left, decisions = max(MIN_PREEMPTION_LIMIT, len(snapshot.settled) // 50), list[Decision]()
     groups = rules.groups(snapshot, waiting, now)
     alike = _group_numbers(
         waiting.levels, groups, jobs.priority[rows], jobs.pools[rows], jobs.within[rows], trial.node_access(rows)
@@ -186,25 +183,44 @@ def _preempt(
             victims = chosen
         if not trial.admits_after(row, candidates.rows[victims]):
             continue
+        stops = list[Decision]()
         if target is None:
-            stops = [_stop(trial, candidates, number, row) for number in victims.tolist()]
-            target = trial.find(row)
-            if target is None:  # CPUs or memory are short, or its machines are not those that were emptied
-                for number in victims.tolist():
-                    candidates.running[number] = True
-                    trial.take_back(int(candidates.rows[number]))
+            stops, target = _make_room(trial, row, candidates, victims)
+            if target is None:
                 continue
-            trial.take(row, *target)
-            moves = policy.drains is not None and bool(large_gangs(snapshot, rows[at : at + 1])[0])
-            decisions += [move_or_stop(trial, stop, row) for stop in stops] if moves else stops
-        else:
-            trial.take(row, *target)
+        trial.take(row, *target)
+        moves = bool(stops) and policy.drains is not None and bool(large_gangs(snapshot, rows[at : at + 1])[0])
+        decisions += [move_or_stop(trial, stop, row) for stop in stops] if moves else stops
         stops_left -= len(victims)
         lost = float(candidates.lost_gpu_s[victims].sum())
         reason = Reason(ReasonCode.DISPLACES, (("count", len(victims)), ("lost_gpu_s", lost)))
         decisions.append(Decision("start", row, *target, reason))
         could_fit |= len(victims) > 0  # a tenant that has less now may be owed something: check all again
     return decisions
+
+
+def _stoppable(snapshot: ClusterSnapshot, now: float, policy: Policy, before: Sequence[Decision]) -> Rows:
+    """Return the running jobs with GPUs that may be preempted now, and are neither resized nor moved."""
+    active = snapshot.settled
+    may_stop = snapshot.jobs.preemptible[active] & (preemptible_from_s(snapshot, active, policy) <= now)
+    stoppable = active[may_stop & (snapshot.jobs.gpus[active] > 0)]
+    return _undecided(stoppable, [decision for decision in before if decision.kind in ("resize", "move")])
+
+
+def _make_room(
+    trial: WhatIf, row: int, candidates: PreemptionCandidates, victims: Rows
+) -> tuple[list[Decision], tuple[int, Placement] | None]:
+    """Stop the victims of a job; return their decisions and where it then fits.
+
+    They run again if it still does not: CPUs or memory are short, or its machines are not those that were emptied.
+    """
+    stops = [_stop(trial, candidates, number, row) for number in victims.tolist()]
+    target = trial.find(row)
+    if target is None:
+        for number in victims.tolist():
+            candidates.running[number] = True
+            trial.take_back(int(candidates.rows[number]))
+    return stops, target
 
 
 def _group_numbers(*columns: NDArray[Any]) -> NDArray[np.int64]:

@@ -14,20 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.scheduler.jobs import INTERACTIVE_MIN_RUN_S, KINDS, Job, JobTable, check_sizes
+from headway.cluster.scheduler.jobs import INTERACTIVE_MIN_RUN_S, KINDS, Job, JobTable
 from headway.cluster.scheduler.months import month_bounds
 from headway.cluster.scheduler.nodes import HEALTHY, QUARANTINED, SPARE, STATES, NodeTable
 from headway.cluster.scheduler.placement import ANYWHERE, Kept, Placement
+from headway.cluster.scheduler.submission_checks import check_request, check_size
 from headway.cluster.scheduler.tenants import NO_TENANT, UNLIMITED, TenantTable
-from headway.errors import UsageError, plural
+from headway.errors import UsageError
 
 Amount = float | NDArray[np.float64]
 _AS_REQUESTED = tuple(key for key in Job.__dataclass_fields__ if key not in ("name", "tenant", "sizes"))
 """Columns of a job's row that hold its request."""
-
-
-class OversizedJobError(UsageError):
-    """A job requests more GPUs than it can ever have here."""
 
 
 class ClusterSnapshot:
@@ -127,70 +124,8 @@ class ClusterSnapshot:
 
     def check_job(self, job: Job) -> None:
         """Raise UsageError for a job that can never run here; the hint names the nearest that could."""
-        least = 0 if job.cpus > 0 else 1
-        if not math.isfinite(job.gpus) or job.gpus != int(job.gpus) or job.gpus < least:
-            raise UsageError(
-                f"job {job.name} requests {plural(job.gpus, 'GPU')}", hint=f"a whole number, at least {least}"
-            )
-        if job.tenant not in self.tenants.rows:
-            known = ", ".join(self.tenants.names) or "none"
-            raise UsageError(f"job {job.name}: unknown tenant '{job.tenant}'", hint=f"known tenants: {known}")
-        if job.name in self.jobs.rows:
-            raise UsageError(f"duplicate job '{job.name}'")
-        if job.within is not None and job.within not in self.nodes.levels:
-            levels = ", ".join(self.nodes.levels) or "none"
-            raise UsageError(f"job {job.name}: unknown network level '{job.within}'", hint=f"known levels: {levels}")
-        if job.kind not in KINDS:
-            raise UsageError(f"job {job.name}: unknown kind '{job.kind}'", hint=f"one of {', '.join(KINDS)}")
-        for key, valid, hint in (
-            ("submit_s", math.isfinite(job.submit_s), "finite seconds"),
-            ("limit_s", job.limit_s > 0, "seconds, more than 0"),
-            ("save_every_s", job.save_every_s > 0, "seconds, more than 0"),
-            ("min_run_s", 0 <= job.min_run_s < math.inf, "finite seconds, at least 0"),
-            ("restart_s", 0 <= job.restart_s < math.inf, "finite seconds, at least 0"),
-            ("deadline_s", job.deadline_s > job.submit_s, f"seconds, after its submit_s of {job.submit_s}"),
-            ("cpus", 0 <= job.cpus < math.inf, "a number, at least 0"),
-            ("memory_bytes", 0 <= job.memory_bytes < math.inf, "a number, at least 0"),
-            ("machines", job.machines >= 0 and not job.gpus % max(job.machines, 1), "a divisor of its GPUs"),
-        ):
-            if not valid:
-                raise UsageError(f"job {job.name}: {key} is {getattr(job, key)}", hint=hint)
-        if job.sizes:
-            check_sizes(job)
-        largest, allowed = self.nodes.largest_gang(self._level(job)), self.allowance(self.tenants.rows[job.tenant])
-        if job.gpus > min(largest, allowed):
-            where = f" within one {job.within}" if job.within else ""
-            limit = f"the largest gang is {largest}" if largest <= allowed else f"{job.tenant} may use {allowed}"
-            raise OversizedJobError(
-                f"job {job.name} requests {plural(job.gpus, 'GPU')}{where}; {limit}",
-                hint=f"at most {min(largest, allowed)}",
-            )
-        if job.machines or job.cpus or job.memory_bytes:
-            self._check_shape(job)
-
-    def _check_shape(self, job: Job) -> None:
-        """Raise OversizedJobError for a job whose nodes would need more than any, or more nodes, than there are."""
-        nodes, machines = self.nodes, max(job.machines, 1)
-        shapes = nodes.shapes()
-        each = job.gpus // machines if job.machines else min(job.gpus, 1)
-        for what, asked, has in (
-            ("GPUs per machine", each, shapes.gpus),
-            ("CPUs", job.cpus, shapes.cpus),
-            ("GiB of memory", job.memory_bytes / 2**30, shapes.memory_bytes / 2**30),
-        ):
-            most = float(has.max(initial=0))
-            if asked > most:
-                raise OversizedJobError(
-                    f"job {job.name} requests {asked:g} {what}; the largest node has {most:g}", hint=f"at most {most:g}"
-                )
-        able = (shapes.gpus >= each) & (shapes.cpus >= job.cpus) & (shapes.memory_bytes >= job.memory_bytes)
-        count, gpus = int(shapes.nodes[able].sum()), int((shapes.nodes * shapes.gpus)[able].sum())
-        if count < machines or gpus < job.gpus:
-            what = plural(machines, "machine") if job.machines else plural(job.gpus, "GPU")
-            raise OversizedJobError(
-                f"job {job.name} requests {what}; {count} machines with {gpus} GPUs are large enough",
-                hint=f"at most {count if job.machines else gpus}",
-            )
+        check_request(job, self.nodes, self.tenants, self.jobs.rows)
+        check_size(job, self.nodes, self._level(job), self.allowance(self.tenants.rows[job.tenant]))
 
     def allowance(self, tenant: int) -> int:
         """Return the GPUs that a tenant may use if no other tenant uses any."""

@@ -17,7 +17,8 @@ from headway.cluster.scheduler.jobs import Job
 from headway.cluster.scheduler.nodes import DRAIN_LEAD_S, HEALTHY, SPARE
 from headway.cluster.scheduler.placement import ANYWHERE
 from headway.cluster.scheduler.policy import Policy
-from headway.cluster.scheduler.snapshot import ClusterSnapshot, OversizedJobError
+from headway.cluster.scheduler.snapshot import ClusterSnapshot
+from headway.cluster.scheduler.submission_checks import OversizedJobError
 from headway.cluster.simulate.job_trace import JobTrace, apportion
 from headway.cluster.simulate.metrics import Cause, SimulationMeter, SimulationResult
 from headway.cluster.simulate.site import NodeMaintenance, Site, Tenant

@@ -15,7 +15,7 @@ from headway.cluster.engines.settings import engine_settings, open_engine
 from headway.cluster.service.connection import connect, job_path
 from headway.cluster.submit.upload import pack_folder
 from headway.errors import UsageError
-from headway.track.runs import create_private_folder
+from headway.track.run_folder import create_private_folder
 
 FOLDER = ".commands"
 """Beside the runs: a folder per command, for its logs."""

@@ -25,7 +25,7 @@ from headway.recipe import Recipe, with_settings
 from headway.state.handshake import KEY_VARIABLE
 from headway.track import RunFolder, command, list_runs, lock_holder, read_plan, read_recipe, run_id, summarize
 from headway.track.access import umask_of
-from headway.track.runs import create_private_folder
+from headway.track.run_folder import create_private_folder
 from headway.track.suspects import read_suspects
 
 if TYPE_CHECKING:

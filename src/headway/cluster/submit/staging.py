@@ -25,7 +25,7 @@ from headway.cluster.engines.scripts import replace_file
 from headway.cluster.submit.provenance import sources
 from headway.errors import UsageError
 from headway.track.access import umask_of
-from headway.track.runs import create_private_folder
+from headway.track.run_folder import create_private_folder
 
 LARGEST_OUTSIDE = 512 * 2**20
 """Bytes of a folder outside of the environment: a larger one holds more than code."""

@@ -15,7 +15,8 @@ from pydantic_core import from_json
 from headway.cluster.engines.engine import OVER
 from headway.cluster.submit.runs import SubmittedRun
 from headway.cluster.submit.store_runs import Progress, for_each
-from headway.cluster.submit.sweeps import Sweep, exclusive_lock, folder_of_sweep
+from headway.cluster.submit.sweeps import Sweep, folder_of_sweep
+from headway.cluster.submit.unsubmitted_sweeps import exclusive_lock
 from headway.errors import plural
 from headway.track import lock_holder, summarize, write_json
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway.errors import HeadwayError, ModelError, RequestError, what_is_wrong
 from headway.inference.chat import render_chat
-from headway.inference.engine import TokenLogprobs
+from headway.inference.outputs import TokenLogprobs
 from headway.inference.params import SamplingParams
 from headway.inference.server.metrics import Metrics
 from headway.inference.server.protocol import ChatRequest, CompletionRequest

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.inference.engine import TokenLogprobs
+from headway.inference.outputs import TokenLogprobs
 from headway.inference.text_engine import TextEngine, TextOutput
 
 

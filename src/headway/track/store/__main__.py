@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic_core import from_json
 
 from headway.errors import HeadwayError
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 from headway.track.store.compact import MetricStore
 from headway.track.store.compaction_pool import IDLE_S
 

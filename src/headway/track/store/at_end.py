@@ -4,7 +4,7 @@ import os
 import sys
 from contextlib import suppress
 
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 WORTH_BYTES = 1 << 20
 """Record from which this pays: about 4,000 steps. Readers compact less than that while they read it."""

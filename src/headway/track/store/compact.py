@@ -25,7 +25,8 @@ from pydantic_core import from_json
 
 from headway.track.access import umask_of
 from headway.track.events import Event, read_ends, record_path
-from headway.track.runs import RunFolder, lock_holder
+from headway.track.run_folder import RunFolder
+from headway.track.run_lock import lock_holder
 from headway.track.store.compaction_pool import CompactionPool
 from headway.track.store.parquet import (
     SegmentFacts,

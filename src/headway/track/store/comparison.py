@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headway.track.differences import RunConditions, find_causes
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 from headway.track.store.compact import MetricStore
 from headway.track.store.series import metric_statistics, read_series
 from headway.track.store.view import MetricStats

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from headway.errors import RunError, UsageError
 from headway.track.files import read_recipe
-from headway.track.runs import FAILED, RUN_NAME, RunFolder, RunLock, command, find_run, list_runs, lock_run, summarize
+from headway.track.run_folder import FAILED, RunFolder, command
+from headway.track.run_lock import RunLock, lock_run
+from headway.track.run_summary import summarize
+from headway.track.runs import RUN_NAME, find_run, list_runs
 
 DELETED = ".deleted"
 """Folder, beside all runs, that runs are moved into before their files are removed, so that no half run is listed."""

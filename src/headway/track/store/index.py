@@ -18,7 +18,9 @@ from pydantic_core import from_json, to_json
 
 from headway.errors import HeadwayError
 from headway.track.files import read_recipe
-from headway.track.runs import RunFolder, RunSummary, lock_holder, summarize
+from headway.track.run_folder import RunFolder
+from headway.track.run_lock import lock_holder
+from headway.track.run_summary import RunSummary, summarize
 from headway.track.store.compact import MetricStore
 from headway.track.store.labels import parse_labels, read_labels
 from headway.track.store.rows import RunRow, flatten

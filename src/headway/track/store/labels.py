@@ -11,7 +11,7 @@ from pydantic_core import from_json, to_json
 
 from headway.errors import RunError, UsageError
 from headway.track.access import umask_of
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 
 FORMAT = 1
 TAG = re.compile(r"[^\s,'\"`]{1,40}")

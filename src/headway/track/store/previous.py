@@ -2,7 +2,7 @@
 
 from headway.errors import HeadwayError
 from headway.track.insights import PreviousRun
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 from headway.track.store.index import read_rows
 from headway.track.store.rows import RunRow
 from headway.track.store.series import metric_statistics

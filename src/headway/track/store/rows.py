@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.track.runs import RunFolder, RunSummary
+from headway.track.run_folder import RunFolder
+from headway.track.run_summary import RunSummary
 from headway.track.store.labels import Labels
 from headway.track.store.view import MetricStats
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headway.track.events import read_ends, record_path
 from headway.track.metrics import beside_steps, keep_latest
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 from headway.track.store.compact import MetricStore, SegmentPart
 from headway.track.store.parquet import LEVELS_FROM, read_levels, read_steps
 from headway.track.store.pyramid import (

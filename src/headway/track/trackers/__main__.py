@@ -17,7 +17,7 @@ from pathlib import Path
 from headway.recipe.track import Track
 from headway.track.access import adopt_umask
 from headway.track.files import read_recipe
-from headway.track.runs import RunFolder, run_id
+from headway.track.run_folder import RunFolder, run_id
 from headway.track.trackers.base import RunFacts, Tracker
 from headway.track.trackers.sender import Sender
 

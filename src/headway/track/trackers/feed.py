@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from headway.track.events import Event
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 from headway.track.trackers.base import Scalars, Sent, State
 from headway.track.user_log import USER, Logged, logged_path
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from headway.track.files import write_json
-from headway.track.runs import RunFolder
+from headway.track.run_folder import RunFolder
 from headway.track.trackers.base import RunFacts, Sent, Tracker, Unsendable
 from headway.track.trackers.feed import EventFeed
 

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from headway.cluster.engines.engine import read_exit_report
 from headway.cluster.engines.ray import command_runner
 from headway.track.access import umask_of
-from headway.track.runs import create_private_folder
+from headway.track.run_folder import create_private_folder
 
 SOON_S, LATER_S = 0.01, 0.2
 """How often to check whether the command has exited: at first, and after a while."""
