@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headway.agent.supervise.stack_dumps import Frame, WorkerStack
+from headway.agent.supervise.worker_stacks import Frame, WorkerStack
 from headway.cli.checkpoint_view import list_lines
 from headway.cli.diff import diff
 from headway.cli.doctor_engine import advice_lines

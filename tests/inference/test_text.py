@@ -1,12 +1,24 @@
 """Text as it comes from tokens: pieces add up, characters are whole, stop texts never show."""
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.tokenizer import TextTokenizer, train_tokenizer
-from headway.inference.text import TextStream, text_after, text_pieces
+from headway.inference.text import TextStream, text_after
 from thinned import examples
+
+
+def text_pieces(ids: Iterable[int], decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> Iterator[str]:
+    """Yield the texts of a stream of ids; `before` are the preceding ones."""
+    stream = TextStream(decode, before)
+    for token in ids:
+        if text := stream.add(token):
+            yield text
+    if text := stream.end():
+        yield text
 
 
 @pytest.fixture(scope="module")

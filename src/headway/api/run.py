@@ -18,7 +18,6 @@ from headway.track import (
     RunFolder,
     RunSummary,
     account,
-    find_run,
     largest_overhead,
     lock_holder,
     metric_names,
@@ -225,11 +224,6 @@ def runs(where: str | None = None, *, sort: str | Sequence[str] = (), runs: str 
     root = runs_root(None if runs is None else Path(runs))
     rows = select_runs(root, where or "", sort=[sort] if isinstance(sort, str) else list(sort))
     return Runs(tuple(Run(row.folder.path) for row in rows))
-
-
-def open_run(name: str, root: str | Path | None = None) -> Run:
-    """Return a run by its name, a unique prefix of it, or `last`."""
-    return Run(find_run(runs_root(None if root is None else Path(root)), name).path)
 
 
 def _row(summary: RunSummary) -> tuple[object, ...]:

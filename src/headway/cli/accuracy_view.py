@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from headway.cli.plan_view import cells_of, cut, wrapped
+from headway.cli.plan_text import cells_of, cut, wrapped
 from headway.cli.text import columns
 from headway.plan.accuracy.score import AccuracyReport, ScoredRun, Scores
 

@@ -11,7 +11,9 @@ import typer
 from headway.cli.accuracy_view import against_lines
 from headway.cli.options import Json, Settings
 from headway.cli.plan_document import plan_document, point_document
+from headway.cli.plan_explain_view import explain_lines
 from headway.cli.plan_request import PlanOptions, PlanRequest, checked_price, cluster_of, load_request, resolved
+from headway.cli.plan_scaling_view import sweep_lines
 from headway.cli.plan_serving import (
     ServingOptions,
     model_of_config,
@@ -19,7 +21,7 @@ from headway.cli.plan_serving import (
     model_of_run,
     print_serving_plan,
 )
-from headway.cli.plan_view import explain_lines, next_lines, plan_lines, run_of, sweep_lines
+from headway.cli.plan_view import next_lines, plan_lines, run_of
 from headway.cli.progress import terminal_bars
 from headway.cli.text import plural, print_json
 from headway.errors import UsageError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.cli.plan_view import wrapped
+from headway.cli.plan_text import wrapped
 from headway.cli.serving_view import serving_document, serving_lines
 from headway.cli.serving_workload_view import workload_document, workload_lines
 from headway.cli.text import print_json

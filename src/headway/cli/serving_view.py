@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from headway.cli.plan_view import cells_of, cut, label, percent, span, wrapped
+from headway.cli.plan_text import cells_of, cut, label, percent, span, wrapped
 from headway.cli.text import columns, count
 from headway.plan.flops import active_parameters, parameters
 from headway.plan.roofline import HEADS, RooflinePoint, place

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from headway.cli.plan_view import label, percent, span, wrapped
+from headway.cli.plan_text import label, percent, span, wrapped
 from headway.cli.serving_view import (
     NO_PRICE,
     dollars,

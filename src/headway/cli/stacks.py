@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from headway.agent.supervise.stack_dumps import (
+from headway.agent.supervise.stack_dumps import collect
+from headway.agent.supervise.worker_stacks import (
     Frame,
     StackDump,
     WorkerStack,
-    collect,
     describe_collective,
     describe_location,
     describe_state,

@@ -255,9 +255,6 @@ class _Json(JSONResponse):
         return to_json(content, inf_nan_mode="null", fallback=str)
 
 
-Handler = Callable[[Request, Exception], JSONResponse]
-
-
 async def _refused(_: Request, error: HeadwayError) -> JSONResponse:
     status = 404 if isinstance(error, RunError) and error.usage else 400 if error.usage else 500
     return _Json({"error": error.message, "hint": error.hint}, status_code=status)

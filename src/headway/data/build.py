@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version as installed_version
@@ -136,17 +136,12 @@ def build_dataset(
             if on_skip is not None:
                 on_skip(message)
 
+        def write(folder: Path) -> DatasetManifest:
+            pieces = reader.encoded(tokenizer.separable, encoders, skip)
+            return _write(folder, pieces, tokenizer, options.shard_tokens)
+
         encoded_by = f"{library} {installed_version(library)}"
-        with new_folder(target) as folder:
-            try:
-                pieces = reader.encoded(tokenizer.separable, encoders, skip)
-                manifest = _write(folder, pieces, tokenizer, options.shard_tokens)
-                record = {**origin, "skipped": len(skipped), "engine": encoded_by}
-                write_file(folder / SOURCES, json.dumps(record, indent=1).encode() + b"\n")
-                changed = install(folder, target, manifest, force)
-            except OSError as error:
-                reason = error.strerror or error
-                raise DamagedData(f"cannot write {target}: {reason}", hint="is the disk full?") from error
+        manifest, changed = write_new(target, write, origin, skipped, encoded_by, force=force)
         return BuildResult(target, manifest, changed, len(files), reader.total, len(skipped), encoded_by)
 
     if remote_encoders is not None:
@@ -158,6 +153,30 @@ def build_dataset(
         except EncodersDiffer as error:
             note(f"{error}; encoding everything again with tokenizers")
     return encode_all(_local(tokenizer.encode_batch), "tokenizers")
+
+
+def write_new(
+    target: Path,
+    write: Callable[[Path], DatasetManifest],
+    origin: Mapping[str, Any],
+    skipped: Sequence[str],
+    encoded_by: str,
+    *,
+    force: bool,
+) -> tuple[DatasetManifest, bool]:
+    """Write a dataset and its origin into a new folder, and rename it into place.
+
+    Return its manifest, and whether the folder did not hold this version before.
+    """
+    with new_folder(target) as folder:
+        try:
+            manifest = write(folder)
+            record = {**origin, "skipped": len(skipped), "engine": encoded_by}
+            write_file(folder / SOURCES, json.dumps(record, indent=1).encode() + b"\n")
+            return manifest, install(folder, target, manifest, force)
+        except OSError as error:
+            reason = error.strerror or error
+            raise DamagedData(f"cannot write {target}: {reason}", hint="is the disk full?") from error
 
 
 def _local(encode: Encode) -> "_OpenEncoders":

@@ -20,10 +20,10 @@ from headway.data.build import (
     BuildResult,
     Engine,
     already_built,
-    install,
     listed_files,
     refuse_foreign,
     tiktoken_encoder,
+    write_new,
 )
 from headway.data.chat_batches import EncodedBatch, Refusal
 from headway.data.chat_processes import ChatJob, encoded_batches, in_processes
@@ -39,13 +39,12 @@ from headway.data.chat_template import (
 from headway.data.chat_tokens import EncodedSample, SampleEncoder, end_pattern
 from headway.data.chat_writer import ChatWriter
 from headway.data.manifest import CHAT_FORMAT, MANIFEST, TOKENIZER, ChatFacts, DatasetManifest, stamp_of, write_stamp
-from headway.data.origins import SOURCES
 from headway.data.sources import ReadOptions, SourceFile, find_sources
 from headway.data.template_layout import LayoutMismatch, Refused, SampleMaker, make_samples
 from headway.data.tiktoken_encoder import EncodersDiffer
 from headway.data.tokenizer import TextTokenizer, load_tokenizer
-from headway.data.writer import dtype_for, new_folder, write_file
-from headway.errors import DamagedData, DataError
+from headway.data.writer import dtype_for, write_file
+from headway.errors import DataError
 
 PROCESS_BYTES = 16 << 20
 """Smaller sources are not worth starting processes."""
@@ -125,15 +124,16 @@ def build_chat_dataset(
                 yield batch
 
         encoded_by = f"{library} {installed_version(library)}"
-        with new_folder(target) as folder, batches as entries:
-            try:
-                manifest = _write(folder, used(entries), model, options, note)
-                record = {**origin, "skipped": len(skipped), "engine": encoded_by}
-                write_file(folder / SOURCES, json.dumps(record, indent=1).encode() + b"\n")
-                changed = install(folder, target, manifest, force)
-            except OSError as error:
-                reason = error.strerror or error
-                raise DamagedData(f"cannot write {target}: {reason}", hint="is the disk full?") from error
+        with batches as entries:
+            rows = used(entries)
+            manifest, changed = write_new(
+                target,
+                lambda folder: _write(folder, rows, model, options, note),
+                origin,
+                skipped,
+                encoded_by,
+                force=force,
+            )
         return BuildResult(target, manifest, changed, len(files), total, len(skipped), encoded_by)
 
     fast = tiktoken_encoder(model.tokenizer, engine, total, note)

@@ -22,7 +22,6 @@ from headway.errors import RequestError
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 """Private characters around the number of a content in symbolic text."""
 _REFERENCE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
-_STRIPS = ("strip", "lstrip", "rstrip")
 _FILTERS = {
     "trim", "default", "d", "length", "count", "first", "last", "list", "selectattr", "rejectattr", "tojson",
     "upper", "lower", "capitalize", "title", "replace", "int",

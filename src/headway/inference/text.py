@@ -1,6 +1,6 @@
 """Token ids to text as they come: whole characters only, and nothing of a stop text."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 WINDOW = 16
 """Tokens that are decoded together: a token may hold part of a character, or depend on those before it."""
@@ -68,13 +68,3 @@ def text_after(before: Sequence[int], ids: Sequence[int], decode: Callable[[list
     window = list(before)[-WINDOW:]
     shown = len(decode(window)) if window else 0
     return decode([*window, *ids])[shown:]
-
-
-def text_pieces(ids: Iterable[int], decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> Iterator[str]:
-    """Decode a stream of ids, yielding text whenever characters are complete; `before` are the preceding ids."""
-    stream = TextStream(decode, before)
-    for token in ids:
-        if text := stream.add(token):
-            yield text
-    if text := stream.end():
-        yield text

@@ -22,8 +22,8 @@ from headway.agent.supervise.hang_detector import (
     find_stall,
     limit_s,
 )
-from headway.agent.supervise.stack_dumps import Frame, StackDump, WorkerStack
 from headway.agent.supervise.worker_monitor import WorkerMonitor
+from headway.agent.supervise.worker_stacks import Frame, StackDump, WorkerStack
 from headway.recipe import FaultPlan
 from headway.track import RunFolder
 from headway.track import heartbeat as heartbeat_module

@@ -13,15 +13,9 @@ import psutil
 import pytest
 
 from eventually import CEILING_S, eventually
-from headway.agent.supervise import stack_dumps as stacks
-from headway.agent.supervise.stack_dumps import (
-    Frame,
-    WorkerStack,
-    collect,
-    describe_collective,
-    describe_location,
-    short_path,
-)
+from headway.agent.supervise import py_spy, stack_queries, worker_stacks
+from headway.agent.supervise.stack_dumps import collect
+from headway.agent.supervise.worker_stacks import Frame, WorkerStack, describe_collective, describe_location, short_path
 from headway.track.process_state import process_state
 
 ANSWERS_S = 60.0
@@ -110,7 +104,7 @@ class Workers:
 @pytest.fixture
 def workers(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # hide any installed py-spy
-    monkeypatch.setattr(stacks, "sys", SimpleNamespace(executable=str(tmp_path / "python")))
+    monkeypatch.setattr(py_spy, "sys", SimpleNamespace(executable=str(tmp_path / "python")))
     started = Workers(tmp_path)
     yield started
     started.end()
@@ -190,13 +184,13 @@ def test_worker_that_dies_during_the_query_and_one_that_exited_before(workers, m
     pids = workers.start("hold_gil", "outer")
     workers.processes[1].kill()
     workers.processes[1].wait()
-    wait = stacks._wait
+    wait = stack_queries._wait
 
     def kill_then_wait(*waiting) -> None:
         os.kill(pids[0], signal.SIGKILL)
         wait(*waiting)
 
-    monkeypatch.setattr(stacks, "_wait", kill_then_wait)
+    monkeypatch.setattr(stack_queries, "_wait", kill_then_wait)
     killed, gone = collect(pids, workers.folder, 1, ANSWERS_S).workers
     assert (killed.state, gone.state) == ("Z", "gone")
     assert describe_location(gone) == ""
@@ -231,7 +225,7 @@ def test_frames_equal_those_of_traceback(tmp_path):
     with (tmp_path / "dump").open("w+") as file:
         faulthandler.dump_traceback(file, all_threads=False)
         truth = traceback.extract_stack()
-    frames = stacks._main_frames((tmp_path / "dump").read_text())
+    frames = stack_queries.main_frames((tmp_path / "dump").read_text())
     want = [Frame(frame.name, frame.filename, frame.lineno) for frame in reversed(truth)]
     assert frames[1:] == tuple(want[1 : len(frames)])
     assert (frames[0].function, frames[0].file) == (want[0].function, want[0].file)
@@ -251,8 +245,8 @@ def test_main_thread_is_found_among_all_threads():
         "  ...\n"
     )
     want = (Frame("inner", '/a/odd", line 7 in name.py', 12), Frame("<module>", "/a/b.py", 0))
-    assert stacks._main_frames(text) == want
-    assert stacks._main_frames("") == ()
+    assert stack_queries.main_frames(text) == want
+    assert stack_queries.main_frames("") == ()
 
 
 # -- descriptions
@@ -332,7 +326,7 @@ def test_describe_collective(entries, completed, line):
 def test_long_queue_keeps_the_last_entries_and_the_oldest_pending():
     entries = [entry(number, number, retired=number < 50) for number in range(1, 2001)]
     dumps = {"nccl": {"entries": entries, "pg_status": {"0": {"last_completed_collective": "49"}}}, "fr": {}}
-    recorded, why = stacks._last_collectives(dumps)
+    recorded, why = worker_stacks.last_collectives(dumps)
     assert [each["collective_seq_id"] for each in recorded["nccl"]["entries"]] == [50, *range(1969, 2001)]
     assert (list(recorded), why) == (["nccl"], "")
 
@@ -362,7 +356,7 @@ def fake_py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, plain: str, nativ
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setattr(stacks, "PY_SPY_TIMEOUT_S", 0.5 if "sleep" in native else ANSWERS_S)
+    monkeypatch.setattr(py_spy, "PY_SPY_TIMEOUT_S", 0.5 if "sleep" in native else ANSWERS_S)
 
 
 @pytest.mark.parametrize(

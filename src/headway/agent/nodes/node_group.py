@@ -23,7 +23,7 @@ from headway.agent.remote.folder_server import RunFolderServer
 from headway.agent.saving.buffers import StateFiles
 from headway.agent.saving.restore_points import need_store
 from headway.agent.supervise.recover import SUSPECT, Failure, NodeCapacity
-from headway.agent.supervise.stack_dumps import Frame, StackDump, WorkerStack
+from headway.agent.supervise.worker_stacks import Frame, StackDump, WorkerStack
 from headway.agent.workers.workers import NodeEvent, NodeLost, TooFewNodes, WorkerExit, Workers
 from headway.agent.workers.zygote import log_tail
 from headway.errors import StateError, WorkerError

@@ -11,7 +11,7 @@ from headway.agent.fd_store import FdStore
 from headway.agent.supervise.fault_injector import AgentFaultInjector
 from headway.agent.supervise.hang_detector import LEAST_S, HangDetector, HeartbeatSample, Stall
 from headway.agent.supervise.recover import Failure, Situation, recover
-from headway.agent.supervise.stack_dumps import blocking_rank, describe_location, describe_state
+from headway.agent.supervise.worker_stacks import blocking_rank, describe_location, describe_state
 from headway.agent.workers.workers import Workers
 from headway.recipe import FaultPlan, Recipe
 from headway.track import Recorder, RunFolder

@@ -18,7 +18,8 @@ from headway.agent.attempt import Attempt, make_assignment
 from headway.agent.fd_store import FdStore
 from headway.agent.saving.buffers import LocalMemory, StateFiles
 from headway.agent.supervise.recover import Failure
-from headway.agent.supervise.stack_dumps import StackDump, collect
+from headway.agent.supervise.stack_dumps import collect
+from headway.agent.supervise.worker_stacks import StackDump
 from headway.agent.workers.workers import WorkerExit, Workers
 from headway.agent.workers.zygote import ZygoteClient
 from headway.errors import WorkerError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from headway.agent.attempt import Attempt
 from headway.agent.saving.buffers import BufferHost, StateFiles
 from headway.agent.supervise.recover import Failure, NodeCapacity
-from headway.agent.supervise.stack_dumps import StackDump
+from headway.agent.supervise.worker_stacks import StackDump
 from headway.recipe import Recipe
 from headway.state import MessageChannel
 from headway.track import Recorder

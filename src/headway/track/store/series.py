@@ -323,7 +323,3 @@ def _between(buckets: Buckets, first: int | None, last: int | None) -> Buckets:
     begin = 0 if first is None else int(np.searchsorted(buckets.steps, first))
     end = len(buckets.steps) if last is None else int(np.searchsorted(buckets.steps, last, side="right"))
     return take(buckets, slice(begin, end))
-
-
-def _none() -> Buckets:
-    return concatenate([])
