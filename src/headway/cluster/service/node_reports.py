@@ -160,9 +160,11 @@ class NodeReports:
         of_all = select(ranks.c.job, ranks.c.start, ranks.c.gpus).where(ranks.c.job.in_(spread)).order_by(ranks.c.rank)
         with self._store.read() as connection:
             known = connection.execute(of_all).all()
-        for key in counts:
-            counts[key] = tuple(len(json.loads(row.gpus)) for row in known if (row.job, row.start) == key)
-        return counts
+        gathered = dict[tuple[str, int], tuple[int, ...]]()
+        for row in known:
+            key = row.job, row.start
+            gathered[key] = (*gathered.get(key, ()), len(json.loads(row.gpus)))
+        return counts | gathered
 
     def _take_report(self, transaction: Transaction, row: Row[Any], state: str, result: RankResult | None) -> None:
         mine = (ranks.c.job == row.job) & (ranks.c.start == row.start)
