@@ -1,8 +1,10 @@
 """Elastic training runs of the service: sizes checked and predicted, grown, shrunk and replaced while they train."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("sqlalchemy")
@@ -13,10 +15,11 @@ from headway.agent import new_run, supervise_run
 from headway.cluster.engines import LaunchRequest
 from headway.cluster.service.connection import connect, job_path
 from headway.cluster.service.service_engine import ServiceEngine
-from headway.recipe import Recipe, load_recipe, to_toml
+from headway.recipe import Recipe, load_recipe, to_toml, with_settings
 from headway.track import RunFolder
 from service_process import ServiceProcess, headway, headway_json
 
+NODE_AGENT = "headway.cluster.service.node_process"
 DEMO = Path(__file__).parents[3] / "recipes/demo.toml"
 ONE_THREAD = "taskset -pc $((HEADWAY_MACHINE % 2)) $$ >/dev/null"
 """Gives each agent one core: equal thread counts give equal bits."""
@@ -132,3 +135,56 @@ def test_run_grows_over_nodes_and_shrinks_and_its_losses_are_those_of_one_size(
     first = starts[1]["from_step"]
     assert [step["chain"] for step in steps[:first]] == [step["chain"] for step in alone[:first]], "bit for bit"
     assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in alone], rel=1e-3)
+
+
+def node_agent_of(runs: Path, node: str) -> psutil.Process:
+    """The agent of an emulated node."""
+    folder = f"/{node}"
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if NODE_AGENT in line and any(word.endswith(folder) and str(runs) in word for word in line):
+            return process
+    raise AssertionError(f"node {node} has no agent")
+
+
+def kill_start(job: str, start: int, rank: int, runs: Path) -> None:
+    """SIGKILL everything that a start of a job has on a node, as if its power failed."""
+    scratch = f"/{job}-{start}-{rank}"
+    for process in psutil.process_iter(["environ"]):
+        own = (process.info["environ"] or {}).get("HEADWAY_SCRATCH", "")
+        if own.endswith(scratch) and str(runs) in own:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0], ids=["another node", "the node of the leader"])
+def test_run_of_a_failed_node_is_continued_on_others_from_its_last_save(
+    tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    recipe = with_settings(short_recipe(dataset), ["checkpoint.every_steps=20", "train.steps=120"])
+    (tmp_path / "r.toml").write_text(to_toml(recipe))
+    cluster = Cluster(tmp_path, monkeypatch, "3x2", "--cpus", "8", "--give-up-after", "60")
+    stopped: list[psutil.Process] = []
+    try:
+        words = ("submit", str(tmp_path / "r.toml"), "--engine", "service", "--on", "cpux4", "--name", "demo")
+        headway(cluster.runs, *words, "--sizes", "4:1")  # of one size: two nodes with two GPUs each
+        cluster.reaches("demo", [2, 2])
+        eventually(lambda: list((cluster.runs / "demo" / "checkpoints").glob("step-*/manifest.json")))
+        row = cluster.row("demo")
+        failed = row["placement"][rank]["node"]
+        stopped.append(node_agent_of(cluster.runs, failed))
+        stopped[0].suspend()  # first, so that it cannot report what follows
+        kill_start(row["id"], 1, rank, cluster.runs)
+        eventually(lambda: cluster.row("demo")["state"] == "finished", lambda: cluster.diagnosis("demo"))
+        row = cluster.row("demo")
+        assert row["starts"] == 2, cluster.diagnosis("demo")
+        assert failed not in [place["node"] for place in row["placement"]]
+    finally:
+        for process in stopped:
+            process.resume()
+        cluster.service.stop()
+    run, alone = Lived(RunFolder(cluster.runs / "demo"), None), undisturbed(recipe, tmp_path / "alone", 4)
+    assert (run.chain, run.digest) == (alone.chain, alone.digest)
+    resumed = [start["from_step"] for start in run.events("attempt", "agent")]
+    assert resumed[-1] >= 20, "from a save, not from the beginning"

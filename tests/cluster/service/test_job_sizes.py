@@ -64,7 +64,9 @@ def test_job_that_nothing_waits_behind_grows_once_gpus_are_idle(api: Api) -> Non
     (row,) = api.get("/api/v1/jobs/2")
     assert row["sizes"] == [1, 3, 4]
     assert "4 of 1,3,4" in "\n".join(job_table([row]))
-    (event,) = [event for event in api.get("/api/v1/events")["events"] if event["kind"] == "job" and event["job"] == "2"]
+    (event,) = [
+        event for event in api.get("/api/v1/events")["events"] if event["kind"] == "job" and event["job"] == "2"
+    ]
     assert event["sentence"] == "queued by tenant default: 1, 3 or 4 GPUs, priority 0"
 
 

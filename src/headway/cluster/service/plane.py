@@ -24,8 +24,8 @@ from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet
 from headway.cluster.service.granted_starts import grant_starts
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.group_commit import GroupCommit
-from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.job_sizes import may_grow
+from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.messages import NodeOrders, NodeReport
 from headway.cluster.service.new_jobs import NewJob, queue_jobs
 from headway.cluster.service.node_changes import NodeChanges
