@@ -153,7 +153,8 @@ def submit(
         return
     print(f"{run}: job {job} of {engine}")
     if curve:
-        print("sizes: " + ", ".join(f"{gpus} GPUs ({speed} times as fast)" for gpus, speed in curve))
+        larger = "".join(f"; {gpus} GPUs, {speed} times as fast" for gpus, speed in curve[1:])
+        print(f"sizes: {curve[0][0]} GPUs{larger}")
     print(_next(root, "queue" if engine == "service" else "jobs", run))
 
 

@@ -167,16 +167,17 @@ class WhatIf:
         """Return equal numbers for jobs that can use the same nodes."""
         if not self._needs_search:
             return np.zeros(len(rows), np.int64)
-        barred = 0 if self.reservation is None else self.reservation.barred[rows]
+        access = 2 * np.searchsorted(np.unique(self.available_s), self._needed_s(rows))
+        if self.reservation is not None:
+            access = access + self.reservation.barred[rows]
         if self._counted:
             jobs = self.snapshot.jobs
             shapes = np.stack((jobs.machines[rows], jobs.cpus[rows], jobs.memory_bytes[rows]))
-            barred = barred + 2 * len(self.available_s) * np.unique(shapes, axis=1, return_inverse=True)[1]
+            access = access + 2 * len(self.available_s) * np.unique(shapes, axis=1, return_inverse=True)[1]
         if self.snapshot.avoided:
             avoided = [" ".join(sorted(self.snapshot.avoided.get(row, ()))) for row in rows.tolist()]
-            most = 2 * len(self.available_s) * (1 + len(rows))
-            barred = barred + most * np.unique(avoided, return_inverse=True)[1]
-        return 2 * np.searchsorted(np.unique(self.available_s), self._needed_s(rows)) + barred
+            access = access + (1 + int(access.max(initial=0))) * np.unique(avoided, return_inverse=True)[1]
+        return access
 
     def _headroom(self) -> NDArray[np.int64] | None:
         return self.snapshot.tenants.headroom(self.free, self.used) if self.quotas else None

@@ -50,8 +50,8 @@ def events_of(seq: int, line: Mapping[str, Any], mine: Collection[str] | None = 
 
 def _submitted(line: Mapping[str, Any]) -> str:
     job = line["job"]
-    larger = [str(gpus) for gpus, _ in job.get("sizes", ())[1:]]
-    gpus = f"{job['gpus']}, {' or '.join(larger)} GPUs" if larger else plural(job["gpus"], "GPU")
+    *smaller, largest = [gpus for gpus, _ in job.get("sizes", ())] or [job["gpus"]]
+    gpus = f"{', '.join(map(str, smaller))} or {largest} GPUs" if smaller else plural(largest, "GPU")
     return f"queued by tenant {job['tenant']}: {gpus}, priority {job.get('priority', 0)}"
 
 

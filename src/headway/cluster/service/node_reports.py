@@ -153,7 +153,8 @@ class NodeReports:
     def _gpu_counts(self, rows: Sequence[Row[Any]]) -> dict[tuple[str, int], tuple[int, ...]]:
         """The GPUs on each machine of what a node is to start, by job and start."""
         fresh = [row for row in rows if _is_fresh(row)]
-        counts = {(row.job, row.start): (len(json.loads(row.gpus)),) for row in fresh}
+        counts = dict[tuple[str, int], tuple[int, ...]]()
+        counts |= {(row.job, row.start): (len(json.loads(row.gpus)),) for row in fresh}
         spread = sorted({row.job for row in fresh if len(json.loads(row.machines)) > 1})
         if not spread:
             return counts
