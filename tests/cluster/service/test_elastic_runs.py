@@ -168,7 +168,9 @@ def test_run_of_a_failed_node_is_continued_on_others_from_its_last_save(
     cluster = Cluster(tmp_path, monkeypatch, "3x1", "--cpus", "2", "--give-up-after", "60")
     stopped: list[psutil.Process] = []
     try:
-        headway(cluster.runs, "submit", str(tmp_path / "r.toml"), "--engine", "service", "--on", "cpux2x2", "--name", "demo")
+        headway(
+            cluster.runs, "submit", str(tmp_path / "r.toml"), "--engine", "service", "--on", "cpux2x2", "--name", "demo"
+        )
         cluster.reaches("demo", [0, 0])  # two of three nodes, with two CPUs each
         eventually(lambda: list((cluster.runs / "demo" / "checkpoints").glob("step-*/manifest.json")))
         row = cluster.row("demo")

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from headway.agent import new_run, resume_run
 from headway.cluster.engines.engine import LaunchRequest, Machine
 from headway.cluster.submit import runs as submitting
 from headway.cluster.submit.elastic_runs import elastic_sizes, parse_sizes, relative_speeds
 from headway.errors import UsageError
-from headway.hardware import parse_on
+from headway.hardware import Devices, parse_on
 from headway.recipe import Recipe
+from headway.track import RunFolder, read_plan
 
 EMULATED = [Machine(f"node-{number}", "free", gpus=4, cpus=3, groups=("fake",)) for number in (1, 2)]
 Make = Callable[..., Recipe]
@@ -51,6 +53,26 @@ def test_elastic_run_asks_for_its_smallest_size_and_learns_the_rest(
     assert request.command[-1] == "--elastic"
     assert not {"--nodes", "--workers"} & set(request.command)
     assert dict(request.site) == site | {"spread": "yes"}
+    run = RunFolder(tmp_path / "runs" / "demo")
+    for workers in (8, 2):  # its first start may have any of its sizes
+        assert resume_run(run, [], workers=workers).workers == workers
+        plan = read_plan(run)
+        assert plan is not None
+        assert plan.devices == workers
+
+
+def test_speeds_that_are_left_out_are_those_of_the_plans(engine: Recorded, recipe: Make, tmp_path: Path) -> None:
+    large = recipe({"train.batch": 64, "model.layers": 12, "model.dim": 1024, "model.heads": 16, "model.kv_heads": 16})
+    submitting.submit_run(large, tmp_path / "runs", parse_on("h100x1"), "service", "demo", site={"sizes": "1,2"})
+    (request,) = engine.requests
+    assert (request.gpus, request.cpus) == (1, 3), "each of 2 workers asks for 4 CPUs, and nodes have 3"
+    plans = []
+    for size in (1, 2):
+        on = Devices("cuda", size, "h100")
+        attempt = new_run(large, tmp_path / f"{size}", workers=size, on=on)
+        plans.append(read_plan(attempt.folder))
+    one, two = (plan.tokens_s for plan in plans if plan is not None)
+    assert request.site["sizes"] == f"1:1,2:{two / one:.4g}"
 
 
 def test_run_without_sizes_asks_as_before(engine: Recorded, recipe: Make, tmp_path: Path) -> None:
