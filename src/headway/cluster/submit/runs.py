@@ -58,9 +58,6 @@ def request_for(
     start its agents learn the machines and GPUs that it has."""
     run, settings = attempt.folder, engine_settings(engine)
     shared = shared and settings.shared
-    gpus = 0 if cluster.chip.name == "cpu" else cluster.per_node
-    per_gpu = CPUS_PER_GPU if gpus else 1
-    cpus = gpus * CPUS_PER_GPU if gpus else cluster.per_node
     recipe = read_recipe(run)
     copied = record_provenance(run, recipe, settings.snapshot)
     if not shared:
@@ -69,31 +66,27 @@ def request_for(
         settings,
         engine,
         run.path.parent,
-        gpus=gpus,
+        gpus=0 if cluster.chip.name == "cpu" else cluster.per_node,
         data=[part.path for part in recipe.data.parts.values()],
         snapshot=copied,
         pack=not dry,
     )
     command = (*code.command, "-m", "headway.cli.main", "agent", "--run")
     command += (run.name, "--runs", str(run.path.parent)) if shared else (need_store(recipe, run.name),)
-    if sizes is not None:
-        command += ("--elastic",)
-    elif attempt.nodes + spares > 1:
-        command += ("--nodes", str(attempt.nodes), "--workers", str(attempt.workers))
-    if spares:
-        command += ("--spares", str(spares))
+    command += _size_options(attempt, spares, elastic=sizes is not None)
     alone = sizes is None and attempt.nodes + spares == 1
     key = () if shared or alone else (KEY_VARIABLE,)
     curve = {} if sizes is None else {"sizes": sizes.text, "spread": "yes"}
+    machines, gpus, cpus = _resources(cluster, spares, sizes)
     request = LaunchRequest(
         name=run.name,
         command=command,
         folder=run.path,
         shared=shared,
-        machines=1 if sizes is not None else cluster.nodes + spares,
+        machines=machines,
         spares=spares,
-        gpus=gpus if sizes is None else cluster.devices,
-        cpus=settings.cpus or (cpus if sizes is None else sizes.cpus(per_gpu)),
+        gpus=gpus,
+        cpus=settings.cpus or cpus,
         memory_bytes=None if settings.memory_gib is None else int(settings.memory_gib * GIB),
         environment=code.environment | dict(settings.environment),
         secrets=tuple(dict.fromkeys((*settings.secrets, *key))),
@@ -101,6 +94,25 @@ def request_for(
         site={**settings.site, **code.site, **(site or {}), **curve},
     )
     return _with_limits(request, run, settings)
+
+
+def _size_options(attempt: "Attempt", spares: int, *, elastic: bool) -> tuple[str, ...]:
+    """What agents are told of the size of a run: an elastic one has another at each start."""
+    if elastic:
+        return ("--elastic",)
+    alone = attempt.nodes + spares == 1
+    nodes = () if alone else ("--nodes", str(attempt.nodes), "--workers", str(attempt.workers))
+    return (*nodes, "--spares", str(spares)) if spares else nodes
+
+
+def _resources(cluster: Cluster, spares: int, sizes: ElasticSizes | None) -> tuple[int, int, int]:
+    """Machines, and the GPUs and CPUs that a run asks for on each. An elastic one asks for the GPUs of its smallest
+    size, on whatever machines."""
+    on_cpus = cluster.chip.name == "cpu"
+    if sizes is not None:
+        return 1, cluster.devices, sizes.cpus(1 if on_cpus else CPUS_PER_GPU)
+    gpus = 0 if on_cpus else cluster.per_node
+    return cluster.nodes + spares, gpus, gpus * CPUS_PER_GPU or cluster.per_node
 
 
 def _with_limits(request: LaunchRequest, run: RunFolder, settings: EngineSettings) -> LaunchRequest:
