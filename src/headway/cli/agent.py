@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from headway.agent import Attempt, resume_run
+from headway.agent.launch.granted_gpus import granted_gpus
 from headway.agent.launch.prepare import nodes_before
 from headway.agent.live_runs import list_live_runs
 from headway.agent.nodes.leader import leader_answers
@@ -85,6 +86,10 @@ def agent(
             "--workers", min=1, metavar="N", help="Total workers (default: one per GPU, or one per machine on CPU)."
         ),
     ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="A worker per GPU that the service has granted, on as many machines."),
+    ] = False,
     host: Annotated[
         str | None,
         typer.Option(
@@ -119,6 +124,11 @@ def agent(
     if (run is None) == (join is None):
         problem = "missing --run RUN or --join HOST:PORT" if run is None else "--run and --join exclude each other"
         raise UsageError(problem, hint="use --join on machines that do not share the run's folder")
+    slots: int | None = None
+    if elastic:
+        shares = granted_gpus(os.environ)
+        nodes, workers = len(shares), sum(shares)
+        slots = shares[rank] if rank < nodes else None
     if join is None and rank >= nodes + spares:
         raise UsageError(
             f"--rank {rank} is out of range: {plural(nodes + spares, 'machine')}",
@@ -129,9 +139,9 @@ def agent(
         run = run_of_array_task(run)  # each task of a job array has its own run
     with _errors_in_store(run or "", rank) if in_store else contextlib.nullcontext():
         if run is None or (in_store and rank):
-            slots = -(-(workers or nodes) // nodes)
-            sys.exit(_join(join or run or "", rank, slots, runs))
-        _work(run, nodes, spares, rank, workers, host, port, no_shared_folder=no_shared_folder, runs=runs, json=json)
+            sys.exit(_join(join or run or "", rank, slots or -(-(workers or nodes) // nodes), runs))
+        apart = no_shared_folder
+        _work(run, nodes, spares, rank, workers, slots, host, port, no_shared_folder=apart, runs=runs, json=json)
 
 
 @app.command()
@@ -237,6 +247,7 @@ def _work(
     spares: int,
     rank: int,
     workers: int | None,
+    slots: int | None,
     host: str | None,
     port: int,
     *,
@@ -244,7 +255,8 @@ def _work(
     runs: Path | None,
     json: bool,
 ) -> None:
-    """Work for a run whose folder is here or in its store; the first machine leads."""
+    """Work for a run whose folder is here or in its store; the first machine leads. `slots` are the workers here, if
+    they are not as many on each machine."""
     if is_in_store(run):
         folder, no_shared_folder = own_folder_of(run, runs), True
     else:
@@ -269,7 +281,7 @@ def _work(
     local = devices(read_recipe(folder).train.device)
     if local.kind == "cpu" and workers is None:
         workers = nodes
-    slots = local.count if local.kind == "cuda" else -(-(workers or nodes) // nodes)
+    here = slots or (local.count if local.kind == "cuda" else -(-(workers or nodes) // nodes))
     # Without a shared folder the newest lease in the store decides who leads: no takeover from here.
     start_leader = None if no_shared_folder else _lead_instead
     search = LeaderSearch(f"{socket.gethostname()}-{rank}", folder, start_leader=start_leader)
@@ -282,7 +294,8 @@ def _work(
             flush=True,
         )
     elif rank == 0:
-        everywhere = Devices(local.kind, local.count * nodes, local.name)
+        granted = None if slots is None else workers
+        everywhere = Devices(local.kind, granted or local.count * nodes, local.name)
         attempt = resume_run(folder, [], workers=workers, on=everywhere)
         if attempt.workers < nodes:
             raise UsageError(
@@ -291,7 +304,7 @@ def _work(
             )
         before = nodes_before(folder)
         changed = [] if before in (None, nodes) else [f"number of nodes changed from {before} to {nodes}"]
-        here = -(-attempt.workers // nodes)  # cores were divided as if all workers were on this machine
+        each = -(-attempt.workers // nodes)  # cores were divided as if all workers were on this machine
         update = {
             "nodes": nodes,
             "spares": spares,
@@ -299,12 +312,12 @@ def _work(
             "port": port,
             "apart": no_shared_folder,
             "engine_start": _engine_start(),
-            "threads": max(1, len(os.sched_getaffinity(0)) // here),
+            "threads": max(1, len(os.sched_getaffinity(0)) // each),
             "lead": search.name,
             "notes": [*attempt.notes, *changed],
         }
         search.leader = start_launcher(attempt.model_copy(update=update), shown=True)
-    node = NodeAgent(search, slots, _machine(rank))
+    node = NodeAgent(search, here, _machine(rank))
     status = node.serve()
     if not node.left:  # the run goes on without this machine
         _tell_engine(status, folder)

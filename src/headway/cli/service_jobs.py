@@ -69,14 +69,22 @@ def state_of(row: dict[str, Any]) -> str:
     return "held" if row["held"] and row["state"] == "waiting" else str(row["state"])
 
 
+def gpus_of(row: dict[str, Any]) -> str:
+    """Return the GPUs of a job: machines x GPUs; of an elastic job those that it has, and the sizes possible."""
+    if row.get("sizes"):  # a service that is older does not tell them
+        sizes = ",".join(map(str, row["sizes"]))
+        has = sum(len(place["gpus"]) for place in row["placement"])
+        return f"{has} of {sizes}" if row["state"] in ("starting", "running", "ending") else sizes
+    return f"{row['machines']}x{row['gpus'] // row['machines']}" if row["machines"] > 1 else str(row["gpus"])
+
+
 def job_table(rows: list[dict[str, Any]]) -> list[str]:
     """Return a line per job, and its reason under it."""
     words = [("job", "name", "tenant", "GPUs", "state", "since")]
     for row in rows:
         since = row["ended"] or row["started"] or row["submitted"]
-        gpus = f"{row['machines']}x{row['gpus'] // row['machines']}" if row["machines"] > 1 else str(row["gpus"])
         passed = duration(max(time.time() - since, 0))
-        words.append((row["id"], row["name"], row["tenant"], gpus, state_of(row), passed))
+        words.append((row["id"], row["name"], row["tenant"], gpus_of(row), state_of(row), passed))
     width = columns()
     widths = [max(map(len, column)) for column in zip(*words, strict=True)]
     widths[1] = max(8, min(widths[1], width - sum(widths) + widths[1] - 10))

@@ -15,7 +15,7 @@ from headway.hardware import Cluster, parse_on
 from headway.recipe import load_recipe
 from headway.track import command, runs_root
 
-OF_SERVICE = "--tenant, --priority, --preemptible, --sizes, --after and --key are for --engine service"
+OF_SERVICE = "--tenant, --priority, --preemptible, --sizes, --spread, --after and --key are for --engine service"
 RecipeOrCommand = Annotated[
     list[str], typer.Argument(metavar="RECIPE | -- COMMAND...", help="A recipe in TOML, or a command after --.")
 ]
@@ -54,7 +54,14 @@ Preemptible = Annotated[
 ]
 Sizes = Annotated[
     str | None,
-    typer.Option("--sizes", metavar="GPUS:SPEED,...", help="An elastic command: --gpus first, for example 2:1,4:1.9."),
+    typer.Option(
+        "--sizes",
+        metavar="GPUS[:SPEED],...",
+        help="Elastic: GPUs, as requested first, and speeds: 2:1,4:1.9. Plans of a recipe predict them: 2,4.",
+    ),
+]
+Spread = Annotated[
+    bool, typer.Option("--spread", help="An elastic command may be on several machines, as recipes may.")
 ]
 After = Annotated[
     list[str] | None,
@@ -89,6 +96,7 @@ def submit(
     priority: Priority = None,
     preemptible: Preemptible = None,
     sizes: Sizes = None,
+    spread: Spread = False,
     after: After = None,
     key: SubmissionKey = None,
     secret: Secrets = None,
@@ -105,8 +113,8 @@ def submit(
     The service (headway up) takes any command, too. Settings of a site are in ~/.config/headway/engines.toml.
     """
     is_command, root = "--" in sys.argv, runs_root(runs)
-    if (key is not None or sizes is not None) and not is_command:
-        raise UsageError("--key and --sizes are for commands", hint="a run has a name: --name")
+    if key is not None and not is_command:
+        raise UsageError("--key is for commands", hint="a run has a name: --name")
     engine = engine or ("service" if is_command else "local")
     only_service = {
         "tenant": tenant,
@@ -114,6 +122,7 @@ def submit(
         "after": ",".join(after) if after else None,
         "key": key,
         "sizes": sizes,
+        "spread": "yes" if spread else None,
         "secret_files": ",".join(secret_file) if secret_file else None,
     }
     stated = {name: text for name, text in only_service.items() if text is not None}
@@ -137,10 +146,15 @@ def submit(
         return
     submission = submitting.submit_run(loaded, root, cluster, engine, name, spares, shared=shared, site=site)
     run, job = submission.request.name, submission.job
+    curve = [part.split(":") for part in submission.request.site.get("sizes", "").split(",") if part]
     if json:
-        print_json({"run": run, "engine": engine, "job": job, "on": cluster.name})
+        elastic = {"sizes": [[int(gpus), float(speed)] for gpus, speed in curve]} if curve else {}
+        print_json({"run": run, "engine": engine, "job": job, "on": cluster.name} | elastic)
         return
     print(f"{run}: job {job} of {engine}")
+    if curve:
+        larger = "".join(f"; {gpus} GPUs, {speed} times as fast" for gpus, speed in curve[1:])
+        print(f"sizes: {curve[0][0]} GPUs{larger}")
     print(_next(root, "queue" if engine == "service" else "jobs", run))
 
 

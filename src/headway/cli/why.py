@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from headway.cli.options import Json, Runs
-from headway.cli.service_jobs import state_of
+from headway.cli.service_jobs import gpus_of, state_of
 from headway.cli.text import duration, print_json, wrap_lines
 from headway.cluster.scheduler.decision_log import job_times, policies_in, record_of, state_at
 from headway.cluster.scheduler.wait_reasons import explain_wait as answer
@@ -69,7 +69,8 @@ def _explain_live(root: Path, name: str, json: bool) -> None:
     if wait is None:
         on = ", ".join(f"{place['node']} GPUs {','.join(place['gpus']) or '-'}" for place in row["placement"])
         reason = "held by a user; headway release lets it start" if row["held"] else row["reason"]
-        text = "; ".join(filter(None, (on, reason)))
+        size = f"{gpus_of(row)} GPUs" if row.get("sizes") else ""
+        text = "; ".join(filter(None, (on, size, reason)))
         print("\n".join(wrap_lines(f"{title} is {state_of(row)}" + (f": {text}" if text else ""))))
         return
     print("\n".join(wrap_lines(f"{title} {wait['state']}: {wait['sentence']}")))

@@ -75,6 +75,8 @@ class Process:
     result: RankResult | None = None
     abandoned: bool = False
     """Whether the service has given it up; it may still run on a node that is cut off."""
+    speed: float = 1.0
+    """Seconds of work per second, of an elastic job with the GPUs that it has."""
 
     @property
     def alive(self) -> bool:
@@ -142,6 +144,8 @@ class World:
     cancelled: set[str] = field(default_factory=set)
     ended: dict[str, float] = field(default_factory=dict)
     """When each process was found to have ended, at the latest."""
+    saved_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of work that each elastic job has saved where its next start finds them."""
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -197,13 +201,17 @@ class World:
         gpus, preemptible = rng.choice((0, 1, 2, 4, 4)), rng.choice(("yes", "yes", "no"))
         elastic = gpus in (1, 2) and machines == 1 and preemptible == "yes" and rng.random() < 0.5
         sizes = {"sizes": f"{gpus}:1,{2 * gpus}:1.9"} if elastic else {}
+        spread = elastic and rng.random() < 0.6
+        if spread:  # a training run: over several nodes, and longer
+            sizes = {"sizes": f"{gpus}:1,{4 + gpus}:3,11:5", "spread": "yes"}
         request = LaunchRequest(
             f"job-{len(self.submitted)}",
-            ("run", str(rng.choice((10.0, 100.0, 1000.0))), str(rng.choice((0, 0, 0, 0, 3)))),
+            ("run", str(8000.0 if spread else rng.choice((10.0, 100.0, 1000.0))), str(rng.choice((0, 0, 0, 0, 3)))),
             Path("/"),
+            avoid=(rng.choice(list(self.disks)),) if machines < 3 and rng.random() < 0.1 else (),
             machines=machines,
             gpus=gpus,
-            cpus=rng.choice((1, 2, 6)),
+            cpus=2 if spread else rng.choice((1, 2, 6)),
             memory_bytes=rng.choice((None, 2**33)),
             grace_s=rng.choice((0.0, 30.0)),
             array=rng.choice((None, None, None, 3)),
@@ -332,12 +340,20 @@ class World:
         assert wanted.key not in {process.key for process in self.processes}, f"{wanted.key} started twice"
         request = request_from_json(wanted.request)
         length, status = float(request.command[1]), int(request.command[2])
-        process = Process(wanted.key, node, wanted.gpus, request, self.time, self.time + length, status)
+        job, start, rank = wanted.key.split(":")
+        left_s, speed = length, 1.0
+        if "sizes" in request.site:
+            sizes = dict(pair.split(":") for pair in request.site["sizes"].split(","))
+            left_s, speed = length - self.saved_s.get(job, 0.0), float(sizes[str(sum(wanted.gpu_counts))])
+            self.seen[f"{sum(wanted.gpu_counts)} GPUs on {len(wanted.machines)} nodes"] += 1
+        assert wanted.gpu_counts[wanted.rank : wanted.rank + 1] == (len(wanted.gpus),), wanted
+        assert node not in request.avoid, wanted
+        ends = self.time + left_s / speed
+        process = Process(wanted.key, node, wanted.gpus, request, self.time, ends, status, speed=speed)
         on_disk[wanted.key] = process
         self.processes.append(process)
         here = [other for other in self.processes if other.node == node and other.alive and other.abandoned]
         assert not here, f"{wanted.key} started beside what was given up: {here}"
-        job, start, rank = wanted.key.split(":")
         with self.engine.connect() as connection:
             mine = (ranks.c.job == job) & (ranks.c.start == int(start))
             states = dict(connection.execute(select(ranks.c.rank, ranks.c.state).where(mine)).all())
@@ -362,6 +378,10 @@ class World:
                 process.result = RankResult(137, after_s)
             elif self.time >= process.ends:
                 process.result = RankResult(process.status, after_s)
+                job, _, rank = process.key.split(":")
+                if process.status == 75 and rank == "0" and not process.abandoned:
+                    worked_s = (process.ends - process.began) * process.speed
+                    self.saved_s[job] = self.saved_s.get(job, 0.0) + worked_s
 
     def tick(self) -> None:
         rng = self.rng

@@ -31,6 +31,7 @@ def check_record(world: World) -> None:
     assert world.plane is not None
     state = LiveState()
     for line in world.plane.lines:
+        world.seen["resized"] += sum(decision["kind"] == "resize" for decision in line.get("decided", ()))
         if "decided" in line:
             today = [encode(decision) for decision in state.decide(line["at"])]
             assert json.loads(json.dumps(today)) == line["decided"]
@@ -55,3 +56,5 @@ def test_many_random_schedules_of_faults(tmp_path: Path) -> None:
         total += lived(tmp_path, seed, 200).seen
     for what in ("started", "preempted", "service crashes", "node crashes", "reboots", "superseded", "given up"):
         assert total[what] > 20, total
+    assert total["resized"] > 20, total
+    assert total["11 GPUs on 3 nodes"] > 5, total

@@ -80,7 +80,8 @@ class LaunchRequest:
     command: tuple[str, ...]
     """Started once per machine, on all or none; an argument vector, never a shell line. HEADWAY_MACHINES holds the
     names of the machines, comma-separated, HEADWAY_MACHINE the index of this one, from 0, and HEADWAY_START, except on
-    Kubernetes, the number of this start of the job, from 1. A command that knows how the whole job ended may write that
+    Kubernetes, the number of this start of the job, from 1. The service also sets HEADWAY_GPUS to the number of GPUs on
+    each machine, comma-separated. A command that knows how the whole job ended may write that
     exit status to the file HEADWAY_END, where the engine sets it, followed by one line per machine that the next start
     should avoid."""
     folder: Path

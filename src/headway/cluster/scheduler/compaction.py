@@ -80,7 +80,7 @@ class _Movable:
         self._on: dict[tuple[int, int], list[int]] = {}
         for row in able.tolist():
             pool, placement = trial.snapshot.placements[row]
-            if len(placement.nodes) == 1:
+            if len(placement.nodes) == 1 and row not in trial.snapshot.avoided:
                 self._on.setdefault((pool, int(placement.nodes[0])), []).append(row)
 
     def moved(self, row: int) -> None:

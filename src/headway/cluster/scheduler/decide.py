@@ -333,7 +333,7 @@ def _find_beside(trial: WhatIf, row: int, reservation: _Reservation) -> tuple[in
         if pools >> number & 1 and (machines > 1 or gpus <= trial.largest[number]):
             free_gpus = trial.free_gpus(row, number)
             if number == reservation.decision.pool:
-                free_gpus = reservation.later.copy(free_gpus.free)
+                free_gpus = reservation.later.copy(free_gpus.free).only(free_gpus.usable)
             placement = free_gpus.find(gpus, within, machines=machines)
             if placement is not None:
                 return number, placement

@@ -25,6 +25,7 @@ class ReasonCode(StrEnum):
     RESERVED = "reserved", "{gpus} GPUs are free {wait_s:.0f} s from now, if jobs end by their limits"
     NO_ROOM = "no-room", "needs {gpus} GPUs; the largest gang that fits is {largest}"
     NO_CPUS = "no-cpus", "no node with enough free GPUs has {cpus:g} CPUs and {gib:.3g} GiB of memory free"
+    AVOIDS = "avoids", "needs {gpus} GPUs on nodes other than {nodes}, which it must avoid"
     QUOTA = "quota", "needs {gpus} GPUs; tenant {tenant} may take {room} more"
     BAND = "band", "non-preemptible limit ({held} in use + {gpus} requested > {most:.0f} allowed)"
     BEHIND = "behind", "waits behind {head}, which ranks higher"

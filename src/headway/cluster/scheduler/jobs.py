@@ -55,6 +55,8 @@ class Job:
     """On each of its nodes."""
     memory_bytes: float = 0.0
     """On each of its nodes."""
+    avoid: tuple[str, ...] = ()
+    """Nodes that it must not get."""
 
     def array(self, count: int) -> "list[Job]":
         """Return `count` independent jobs of this shape."""

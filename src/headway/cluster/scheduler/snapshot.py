@@ -23,7 +23,7 @@ from headway.cluster.scheduler.tenants import NO_TENANT, UNLIMITED, TenantTable
 from headway.errors import UsageError
 
 Amount = float | NDArray[np.float64]
-_AS_REQUESTED = tuple(key for key in Job.__dataclass_fields__ if key not in ("name", "tenant", "sizes"))
+_AS_REQUESTED = tuple(key for key in Job.__dataclass_fields__ if key not in ("name", "tenant", "sizes", "avoid"))
 """Columns of a job's row that hold its request."""
 
 
@@ -46,6 +46,8 @@ class ClusterSnapshot:
         """Pool and placement of each running job."""
         self.sizes: dict[int, tuple[tuple[int, float], ...]] = {}
         """Scaling curves of elastic jobs."""
+        self.avoided: dict[int, tuple[str, ...]] = {}
+        """Names of the nodes that some jobs must not get."""
         self.ending: dict[int, tuple[int, Kept]] = {}
         """Jobs that were told to stop, and what they hold until they have exited. What a job starting in their place
         will get is in its placement instead."""
@@ -68,7 +70,7 @@ class ClusterSnapshot:
         snapshot = copy(self)
         snapshot.nodes, snapshot.tenants, snapshot.jobs = self.nodes.copy(), self.tenants.copy(), self.jobs.copy()
         snapshot.placements, snapshot.sizes = self.placements.copy(), self.sizes.copy()
-        snapshot.ending = self.ending.copy()
+        snapshot.ending, snapshot.avoided = self.ending.copy(), self.avoided.copy()
         return snapshot
 
     # -- events
@@ -106,6 +108,8 @@ class ClusterSnapshot:
             rows.append(self.jobs.add(job.name, tenant=self.tenants.rows[job.tenant], **values))
             if job.sizes:
                 self.sizes[rows[-1]] = tuple((int(gpus), float(speed)) for gpus, speed in job.sizes)
+            if job.avoid:
+                self.avoided[rows[-1]] = tuple(job.avoid)
             self.tenants.add_wanted(self.tenants.rows[job.tenant], job.gpus)
             self._submitted += 1
         last = self.queue[-1:].tolist()
@@ -182,6 +186,7 @@ class ClusterSnapshot:
             self._queue = queue[queue != row]
             self.tenants.add_wanted(self.jobs.tenant[row], -int(self.jobs.gpus[row]))
         self.sizes.pop(row, None)
+        self.avoided.pop(row, None)
         self.jobs.drop(row)
 
     def stop(self, stopped: Sequence[int], done_s: float | None = None) -> None:
@@ -306,6 +311,14 @@ class ClusterSnapshot:
 
     # -- derived values
 
+    def usable_by(self, row: int, pool: int) -> NDArray[np.bool_]:
+        """Return which nodes of a pool a job does not have to avoid."""
+        nodes = self.nodes.pools[pool]
+        usable = np.ones(nodes.end - nodes.first, np.bool_)
+        avoided = (self.nodes.rows.get(name, -1) for name in self.avoided.get(row, ()))
+        usable[[node - nodes.first for node in avoided if nodes.first <= node < nodes.end]] = False
+        return usable
+
     @property
     def gpus(self) -> int:
         """GPUs of all nodes but spares."""
@@ -367,6 +380,8 @@ class ClusterSnapshot:
                 job["kept"] = {"pool": pool, "cpus": kept.cpus.tolist(), "memory": kept.memory_bytes.tolist()} | place
             if row in self.sizes:
                 job["sizes"] = self.sizes[row]
+            if row in self.avoided:
+                job["avoid"] = self.avoided[row]
             jobs.append({key: _plain(value) for key, value in job.items()})
         pools = [
             {"chip": pool.chip, "size": pool.size, "nodes": self.nodes.names[pool.first : pool.end],
@@ -433,12 +448,14 @@ class ClusterSnapshot:
         kept = job.pop("kept", None)
         if name in self.jobs.rows:
             raise UsageError(f"duplicate job '{name}'")
-        sizes = tuple((gpus, speed) for gpus, speed in job.pop("sizes", ()))
+        sizes, avoided = tuple((gpus, speed) for gpus, speed in job.pop("sizes", ())), tuple(job.pop("avoid", ()))
         job.setdefault("least", job["gpus"])
         known = {key: math.inf if value == "inf" else value for key, value in job.items() if value is not None}
         row = self.jobs.add(name, tenant=self.tenants.rows[tenant], **known)
         if sizes:
             self.sizes[row] = sizes
+        if avoided:
+            self.avoided[row] = avoided
         if kept is not None:
             placement = Placement(np.array(kept["nodes"], np.int32), np.array(kept["gpus"], np.int32))
             amounts = (np.array(kept[key], np.float64) for key in ("cpus", "memory"))

@@ -19,6 +19,7 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cluster.scheduler.nodes import NodePool
 from headway.cluster.scheduler.placement import ANYWHERE, FreeGpus
 from headway.cluster.scheduler.policy import Flags, Policy, PreemptionRules, RankedJobs, Rows
 from headway.cluster.scheduler.snapshot import ClusterSnapshot
@@ -52,7 +53,7 @@ def reserve_for_overdue(snapshot: ClusterSnapshot, rows: Rows, policy: Policy, n
     choices = list[tuple[int, int, Flags, bool]]()
     for pool in nodes.pools:
         if jobs.pools[head] >> pool.number & 1:
-            free_gpus, held_here = nodes.free_gpus(pool, now), held[pool.first : pool.end]
+            free_gpus, held_here = _free_gpus(snapshot, head, pool, now), held[pool.first : pool.end]
             choices += _choices(pool.number, free_gpus, held_here, int(jobs.gpus[head]), int(jobs.within[head]))
     if not choices:
         return None
@@ -90,7 +91,7 @@ def reserve_for_gang(snapshot: ClusterSnapshot, rows: Rows, policy: Policy, now:
     for pool in nodes.pools if len(kept_out) else ():
         if jobs.pools[head] >> pool.number & 1:
             held = nodes.fixed[pool.first : pool.end].astype(np.int64)
-            free_gpus = nodes.free_gpus(pool, now)
+            free_gpus = _free_gpus(snapshot, head, pool, now)
             choices += _choices(pool.number, free_gpus, held, int(jobs.gpus[head]), int(jobs.within[head]))
     if not choices:
         return None
@@ -100,6 +101,12 @@ def reserve_for_gang(snapshot: ClusterSnapshot, rows: Rows, policy: Policy, now:
     barred = np.zeros(len(jobs.gpus), np.bool_)
     barred[kept_out] = ~(np.isfinite(left_s) & (now + left_s <= drained_s))
     return NodeReservation(head, number, chosen, barred, held_gpus) if barred.any() else None
+
+
+def _free_gpus(snapshot: ClusterSnapshot, head: int, pool: NodePool, now: float) -> FreeGpus:
+    """Return the free GPUs of a pool on nodes that a job may have."""
+    free_gpus = snapshot.nodes.free_gpus(pool, now)
+    return free_gpus.only(snapshot.usable_by(head, pool.number)) if head in snapshot.avoided else free_gpus
 
 
 def _drained_s(snapshot: ClusterSnapshot, pool: int, nodes: Flags) -> float:

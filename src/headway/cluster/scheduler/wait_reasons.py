@@ -109,6 +109,8 @@ def _binding_constraint(
     if trial.find(row) is None:
         machines, within = int(snapshot.jobs.machines[row]), int(snapshot.jobs.within[row])
         if any(free_gpus.find(gpus, within, machines=machines) for free_gpus in trial.pools):
+            if row in snapshot.avoided:
+                return Reason(ReasonCode.AVOIDS, (("gpus", gpus), ("nodes", ", ".join(snapshot.avoided[row]))))
             if snapshot.nodes.counted and not trial.maintenance_ahead:
                 gib = float(snapshot.jobs.memory_bytes[row]) / 2**30
                 return Reason(ReasonCode.NO_CPUS, (("cpus", float(snapshot.jobs.cpus[row])), ("gib", gib)))

@@ -146,12 +146,15 @@ class WhatIf:
             usable &= self._memory_free[nodes.first : nodes.end] >= self.snapshot.jobs.memory_bytes[row]
         if self.reservation is not None and self.reservation.pool == pool and self.reservation.barred[row]:
             usable &= ~self.reservation.nodes
+        if row in self.snapshot.avoided:
+            usable &= self.snapshot.usable_by(row, pool)
         return free_gpus if usable.all() else free_gpus.only(usable)
 
     @property
     def _needs_search(self) -> bool:
         """Whether jobs of equal size may find different nodes free."""
-        return self._counted or self.maintenance_ahead or self.reservation is not None
+        others = self.maintenance_ahead or self.reservation is not None
+        return self._counted or others or bool(self.snapshot.avoided)
 
     def _needed_s(self, rows: Rows) -> NDArray[np.float64]:
         """Return how long jobs need their nodes: until their time limit. A preemptible job can be moved, and needs half
@@ -164,12 +167,17 @@ class WhatIf:
         """Return equal numbers for jobs that can use the same nodes."""
         if not self._needs_search:
             return np.zeros(len(rows), np.int64)
-        barred = 0 if self.reservation is None else self.reservation.barred[rows]
+        access = 2 * np.searchsorted(np.unique(self.available_s), self._needed_s(rows))
+        if self.reservation is not None:
+            access = access + self.reservation.barred[rows]
         if self._counted:
             jobs = self.snapshot.jobs
             shapes = np.stack((jobs.machines[rows], jobs.cpus[rows], jobs.memory_bytes[rows]))
-            barred = barred + 2 * len(self.available_s) * np.unique(shapes, axis=1, return_inverse=True)[1]
-        return 2 * np.searchsorted(np.unique(self.available_s), self._needed_s(rows)) + barred
+            access = access + 2 * len(self.available_s) * np.unique(shapes, axis=1, return_inverse=True)[1]
+        if self.snapshot.avoided:
+            avoided = [" ".join(sorted(self.snapshot.avoided.get(row, ()))) for row in rows.tolist()]
+            access = access + (1 + int(access.max(initial=0))) * np.unique(avoided, return_inverse=True)[1]
+        return access
 
     def _headroom(self) -> NDArray[np.int64] | None:
         return self.snapshot.tenants.headroom(self.free, self.used) if self.quotas else None

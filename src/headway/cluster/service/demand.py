@@ -23,6 +23,7 @@ SITE = {
     "within": "a network level whose domains it must not span",
     "kind": ", ".join(KINDS),
     "sizes": "GPUs and relative speeds, the smallest first, such as 2:1,4:1.9",
+    "spread": "yes or no: whether a job with sizes may be on several nodes, with any number of GPUs on each",
     "after": "jobs that must be over first, with commas: JOB (has succeeded) or JOB:any",
     "secret_files": "secrets to hand over as files, with commas",
     "code": "the SHA-256 of code that was uploaded",
@@ -37,24 +38,22 @@ def job_of(request: LaunchRequest, name: str, submit_s: float, tenants: list[str
     for key in site:
         if key not in SITE:
             raise UsageError(f"the service has no setting {key!r}", hint=did_you_mean(key, SITE))
-    for what in ("spares", "avoid"):
-        if getattr(request, what):
-            raise UsageError(
-                f"job {request.name} sets {what}={_shown(request, what)}; the service has no such setting yet"
-            )
+    if request.spares:
+        raise UsageError(
+            f"job {request.name} sets spares={request.spares}; the service has no spare machines",
+            hint="leave them out: after --give-up-after, the service starts the job on other nodes",
+        )
     filed = [name for name in names_of_files(request) if name not in request.secrets]
     if filed:
         raise UsageError(f"job {request.name}: secret_files has {filed[0]}, which is none of its secrets")
-    preemptible = site.get("preemptible", "no")
-    if preemptible not in ("yes", "no"):
-        raise UsageError(f"job {request.name}: preemptible is {preemptible!r}", hint="yes or no")
+    preemptible, spread = _flag(request, "preemptible"), _flag(request, "spread")
     return Job(
         name,
         tenant_of(request, tenants),
         request.machines * request.gpus,
         submit_s=submit_s,
         priority=_priority(request),
-        preemptible=preemptible == "yes",
+        preemptible=preemptible,
         limit_s=math.inf if request.limit_s is None else request.limit_s,
         save_every_s=_number(request, "save_every_s", 1800.0),
         restart_s=_number(request, "restart_s", 120.0),
@@ -62,23 +61,28 @@ def job_of(request: LaunchRequest, name: str, submit_s: float, tenants: list[str
         within=site.get("within"),
         user=site.get("user", ""),
         kind=site.get("kind", "batch" if request.array is None else "array"),
-        sizes=_sizes(request),
-        machines=request.machines,
+        sizes=_sizes(request, preemptible=preemptible, spread=spread),
+        machines=0 if spread else request.machines,
         cpus=float(request.cpus),
         memory_bytes=float(request.memory_bytes or 0),
+        avoid=tuple(request.avoid),
     )
 
 
-def _sizes(request: LaunchRequest) -> tuple[tuple[int, float], ...]:
+def _sizes(request: LaunchRequest, *, preemptible: bool, spread: bool) -> tuple[tuple[int, float], ...]:
     """The scaling curve of an elastic job: it is resized by a save, a stop and a start."""
     text = request.site.get("sizes")
     if text is None:
+        if spread:
+            raise UsageError(f"job {request.name} has spread=yes, but no sizes", hint=SITE["sizes"])
         return ()
-    if request.machines != 1 or request.site.get("preemptible", "no") != "yes":
+    if request.machines != 1:
         raise UsageError(
-            f"job {request.name} has sizes; it needs one machine, and must be preemptible",
-            hint="its command learns its GPUs from CUDA_VISIBLE_DEVICES at each start",
+            f"job {request.name} has sizes and {request.machines} machines",
+            hint="one machine; with --spread the GPUs of a size may be on several",
         )
+    if not preemptible:
+        raise UsageError(f"job {request.name} has sizes; it must be preemptible", hint="--preemptible")
     try:
         pairs = [part.split(":") for part in text.split(",")]
         return tuple((int(gpus), float(speed)) for gpus, speed in pairs)
@@ -86,9 +90,11 @@ def _sizes(request: LaunchRequest) -> tuple[tuple[int, float], ...]:
         raise UsageError(f"job {request.name}: sizes are {text!r}", hint=SITE["sizes"]) from None
 
 
-def _shown(request: LaunchRequest, what: str) -> str:
-    value = getattr(request, what)
-    return ",".join(value) if isinstance(value, tuple) else str(value)
+def _flag(request: LaunchRequest, key: str) -> bool:
+    text = request.site.get(key, "no")
+    if text not in ("yes", "no"):
+        raise UsageError(f"job {request.name}: {key} is {text!r}", hint="yes or no")
+    return text == "yes"
 
 
 def tenant_of(request: LaunchRequest, tenants: list[str]) -> str:
@@ -140,6 +146,22 @@ class EmptyCluster:
                 hint="headway node token makes a token for one, headway node join uses it there",
             )
         self._usable_by(job.tenant).check_job(job)
+        if job.avoid:
+            self._check_without(job)
+
+    def _check_without(self, job: Job) -> None:
+        """Raise UsageError for a job that cannot run on the nodes that it does not avoid."""
+        able = [node for node in self.values["nodes"] if job.tenant in node.get("tenants", [job.tenant])]
+        left = [node for node in able if node["name"] not in job.avoid]
+        try:
+            if not left:
+                raise UsageError("it avoids every node")
+            _empty_cluster(self.values | {"nodes": left}).check_job(job)
+        except UsageError as error:
+            raise UsageError(
+                f"job {job.name} cannot run without {', '.join(job.avoid)}: {error.message}",
+                hint="avoid fewer nodes" + (f", or {error.hint}" if error.hint else ""),
+            ) from None
 
     def _usable_by(self, tenant: str) -> ClusterSnapshot:
         if tenant not in self.tenants:  # whose names anybody may make up

@@ -50,7 +50,9 @@ def events_of(seq: int, line: Mapping[str, Any], mine: Collection[str] | None = 
 
 def _submitted(line: Mapping[str, Any]) -> str:
     job = line["job"]
-    return f"queued by tenant {job['tenant']}: {plural(job['gpus'], 'GPU')}, priority {job.get('priority', 0)}"
+    *smaller, largest = [gpus for gpus, _ in job.get("sizes", ())] or [job["gpus"]]
+    gpus = f"{', '.join(map(str, smaller))} or {largest} GPUs" if smaller else plural(largest, "GPU")
+    return f"queued by tenant {job['tenant']}: {gpus}, priority {job.get('priority', 0)}"
 
 
 def _exited(line: Mapping[str, Any]) -> str:

@@ -128,6 +128,7 @@ class HostStarts(Starts):
             "CUDA_VISIBLE_DEVICES": ",".join(wanted.gpus),
             "HEADWAY_MACHINE": str(wanted.rank),
             "HEADWAY_MACHINES": ",".join(wanted.machines),
+            "HEADWAY_GPUS": ",".join(map(str, wanted.gpu_counts)),
             "HEADWAY_START": str(wanted.number),
             "HEADWAY_SCRATCH": str(self._scratch(own)),
             "HEADWAY_UPLOAD": str(self._scratch(own) / "code"),

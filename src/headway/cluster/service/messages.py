@@ -60,6 +60,8 @@ class WantedStart:
     """Values of secret variables; None if the service has lost them."""
     tenant: str = ""
     """Whose job it is."""
+    gpu_counts: tuple[int, ...] = ()
+    """GPUs on each of its machines; empty if the service is older than this field."""
 
 
 @dataclass(frozen=True)

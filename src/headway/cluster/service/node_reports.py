@@ -108,7 +108,8 @@ class NodeReports:
             begun = {start.key for start in report.starts}
             rows = {key: row for key, row in rows.items() if key in begun}
         values = self._secret_values(list(rows.values()))
-        starts = tuple(_wanted_start(row, values) for row in rows.values())
+        counts = self._gpu_counts(list(rows.values()))
+        starts = tuple(_wanted_start(row, values, counts.get((row.job, row.start), ())) for row in rows.values())
         streams = self._streams.wanted(report.node)
         cluster, give_up_s = self._store.cluster, self._fleet.give_up_after_s
         orders = NodeOrders(self._store.epoch, cluster, starts, give_up_s, streams)
@@ -148,6 +149,23 @@ class NodeReports:
                 for row in rows
                 if names.get(row.job)
             }
+
+    def _gpu_counts(self, rows: Sequence[Row[Any]]) -> dict[tuple[str, int], tuple[int, ...]]:
+        """The GPUs on each machine of what a node is to start, by job and start."""
+        fresh = [row for row in rows if _is_fresh(row)]
+        counts = dict[tuple[str, int], tuple[int, ...]]()
+        counts |= {(row.job, row.start): (len(json.loads(row.gpus)),) for row in fresh}
+        spread = sorted({row.job for row in fresh if len(json.loads(row.machines)) > 1})
+        if not spread:
+            return counts
+        of_all = select(ranks.c.job, ranks.c.start, ranks.c.gpus).where(ranks.c.job.in_(spread)).order_by(ranks.c.rank)
+        with self._store.read() as connection:
+            known = connection.execute(of_all).all()
+        gathered = dict[tuple[str, int], tuple[int, ...]]()
+        for row in known:
+            key = row.job, row.start
+            gathered[key] = (*gathered.get(key, ()), len(json.loads(row.gpus)))
+        return counts | gathered
 
     def _take_report(self, transaction: Transaction, row: Row[Any], state: str, result: RankResult | None) -> None:
         mine = (ranks.c.job == row.job) & (ranks.c.start == row.start)
@@ -192,7 +210,9 @@ def _is_fresh(row: Row[Any]) -> bool:
     return bool(row.state == "issued" and row.job_state != "ending")
 
 
-def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -> WantedStart:
+def _wanted_start(
+    row: Row[Any], secrets: Mapping[str, dict[str, str] | None], gpu_counts: tuple[int, ...]
+) -> WantedStart:
     return WantedStart(
         start_key(row.job, row.start, row.rank),
         "end" if row.job_state == "ending" else "run",
@@ -205,6 +225,7 @@ def _wanted_start(row: Row[Any], secrets: Mapping[str, dict[str, str] | None]) -
         tuple(json.loads(row.signals)),
         secrets.get(row.job, {}),
         row.tenant,
+        gpu_counts,
     )
 
 

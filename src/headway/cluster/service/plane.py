@@ -24,6 +24,7 @@ from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet
 from headway.cluster.service.granted_starts import grant_starts
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.group_commit import GroupCommit
+from headway.cluster.service.job_sizes import may_grow
 from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.messages import NodeOrders, NodeReport
 from headway.cluster.service.new_jobs import NewJob, queue_jobs
@@ -308,11 +309,11 @@ class ControlPlane:
             self.nodes_changed(())  # others may wait for these
 
     def waits(self) -> bool:
-        """Whether a job waits that the scheduler may start, or has to leave its node."""
+        """Whether a job waits that the scheduler may start, has to leave its node, or could grow."""
         able = JOB_IS_OFFERED & ~jobs.c.held
         with self._store.read() as connection:
             waiting = connection.execute(select(jobs.c.id).where(able).limit(1)).first() is not None
-        return waiting or self.fleet.leaves_soon(DRAIN_LEAD_S)
+            return waiting or self.fleet.leaves_soon(DRAIN_LEAD_S) or may_grow(connection)
 
     def record_decisions(self, decisions: Sequence[LiveDecision], seen: int, now_s: float) -> bool:
         """Record the decisions of a cycle with all that follows from them; False if they are outdated: the record has

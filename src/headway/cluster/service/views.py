@@ -9,6 +9,7 @@ from pydantic_core import from_json
 from sqlalchemy import ColumnElement, Connection, Row, or_, select, true
 
 from headway.cluster.service.event_sentences import ClusterEvent, events_of
+from headway.cluster.service.job_sizes import sizes_of
 from headway.cluster.service.node_state import node_reason
 from headway.cluster.service.tables import (
     JOB_IS_ALIVE,
@@ -167,6 +168,7 @@ def _asked(demand_json: str, request_json: str) -> dict[str, Any]:
     demand, request = from_json(demand_json), from_json(request_json)
     return {
         "gpus": demand["gpus"],
+        "sizes": sizes_of(demand),
         "machines": request["machines"],
         "cpus": request["cpus"],
         "priority": demand.get("priority", 0),

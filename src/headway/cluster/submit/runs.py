@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from headway.agent.saving.restore_points import need_store
 from headway.agent.supervise.outcome import recorded_exit_status
-from headway.cluster.engines.engine import OVER, REQUEUE, JobStatus, LaunchRequest, State
+from headway.cluster.engines.engine import OVER, REQUEUE, Engine, JobStatus, LaunchRequest, State
 from headway.cluster.engines.settings import EngineSettings, engine_settings, open_engine, reach_engine
 from headway.cluster.engines.submissions import Submission, last_submission, note_submission
 from headway.cluster.submit.code_delivery import code_for, pack_code
+from headway.cluster.submit.elastic_runs import ElasticSizes, elastic_sizes
 from headway.cluster.submit.provenance import record_provenance
 from headway.cluster.submit.store_runs import check_store, delete_run, upload_run
 from headway.errors import EngineError, EngineUnreachable, HeadwayError, RunError, StateError, UsageError
@@ -50,12 +51,13 @@ def request_for(
     dry: bool = False,
     shared: bool = True,
     site: Mapping[str, str] | None = None,
+    sizes: ElasticSizes | None = None,
 ) -> LaunchRequest:
     """The request for a run: its agent on each machine, and on `spares` more. Code is packed if it is staged, unless
-    `dry`. If no folder is `shared`, agents fetch the run from its object store."""
+    `dry`. If no folder is `shared`, agents fetch the run from its object store. A run with `sizes` is elastic: at each
+    start its agents learn the machines and GPUs that it has."""
     run, settings = attempt.folder, engine_settings(engine)
     shared = shared and settings.shared
-    gpus = 0 if cluster.chip.name == "cpu" else cluster.per_node
     recipe = read_recipe(run)
     copied = record_provenance(run, recipe, settings.snapshot)
     if not shared:
@@ -64,34 +66,53 @@ def request_for(
         settings,
         engine,
         run.path.parent,
-        gpus=gpus,
+        gpus=0 if cluster.chip.name == "cpu" else cluster.per_node,
         data=[part.path for part in recipe.data.parts.values()],
         snapshot=copied,
         pack=not dry,
     )
     command = (*code.command, "-m", "headway.cli.main", "agent", "--run")
     command += (run.name, "--runs", str(run.path.parent)) if shared else (need_store(recipe, run.name),)
-    if attempt.nodes + spares > 1:
-        command += ("--nodes", str(attempt.nodes), "--workers", str(attempt.workers))
-    if spares:
-        command += ("--spares", str(spares))
-    key = () if shared or attempt.nodes + spares == 1 else (KEY_VARIABLE,)
+    command += _size_options(attempt, spares, elastic=sizes is not None)
+    alone = sizes is None and attempt.nodes + spares == 1
+    key = () if shared or alone else (KEY_VARIABLE,)
+    curve = {} if sizes is None else {"sizes": sizes.text, "spread": "yes"}
+    machines, gpus, cpus = _resources(cluster, spares, sizes)
     request = LaunchRequest(
         name=run.name,
         command=command,
         folder=run.path,
         shared=shared,
-        machines=cluster.nodes + spares,
+        machines=machines,
         spares=spares,
         gpus=gpus,
-        cpus=settings.cpus or (gpus * CPUS_PER_GPU if gpus else cluster.per_node),
+        cpus=settings.cpus or cpus,
         memory_bytes=None if settings.memory_gib is None else int(settings.memory_gib * GIB),
         environment=code.environment | dict(settings.environment),
         secrets=tuple(dict.fromkeys((*settings.secrets, *key))),
         setup=settings.setup,
-        site={**settings.site, **code.site, **(site or {})},
+        site={**settings.site, **code.site, **(site or {}), **curve},
     )
     return _with_limits(request, run, settings)
+
+
+def _size_options(attempt: "Attempt", spares: int, *, elastic: bool) -> tuple[str, ...]:
+    """What agents are told of the size of a run: an elastic one has another at each start."""
+    if elastic:
+        return ("--elastic",)
+    alone = attempt.nodes + spares == 1
+    nodes = () if alone else ("--nodes", str(attempt.nodes), "--workers", str(attempt.workers))
+    return (*nodes, "--spares", str(spares)) if spares else nodes
+
+
+def _resources(cluster: Cluster, spares: int, sizes: ElasticSizes | None) -> tuple[int, int, int]:
+    """Machines, and the GPUs and CPUs that a run asks for on each. An elastic one asks for the GPUs of its smallest
+    size, on whatever machines."""
+    on_cpus = cluster.chip.name == "cpu"
+    if sizes is not None:
+        return 1, cluster.devices, sizes.cpus(1 if on_cpus else CPUS_PER_GPU)
+    gpus = 0 if on_cpus else cluster.per_node
+    return cluster.nodes + spares, gpus, gpus * CPUS_PER_GPU or cluster.per_node
 
 
 def _with_limits(request: LaunchRequest, run: RunFolder, settings: EngineSettings) -> LaunchRequest:
@@ -115,16 +136,18 @@ def submit_run(
 ) -> Submission:
     """Create a run and submit it as a job. A failure leaves neither."""
     shared = shared and engine_settings(engine).shared
+    elastic = _sizes_text(engine, site) is not None
     if not shared:
         url = need_store(recipe, name or recipe.name)
-        _check_key(cluster.nodes + spares)
+        _check_key(cluster.nodes + spares + elastic)
         check_store(url)  # before anything is created
     create_private_folder(root)
     started = reach_engine(engine, root)
+    sizes = _sizes(recipe, root, cluster, engine, started, site)
     # Before the run is created: it takes long the first time.
     pack_code(engine, root.absolute())
-    with provisional_run(recipe, root, cluster, name) as attempt:
-        request = request_for(attempt, cluster, engine, spares, shared=shared, site=site)
+    with provisional_run(recipe, root, cluster, name, elastic=elastic) as attempt:
+        request = request_for(attempt, cluster, engine, spares, shared=shared, site=site, sizes=sizes)
         with nullcontext() if shared else _uploaded(attempt.folder):
             submission = Submission(engine, started.launch(request), cluster.name, request)
         note_submission(attempt.run, submission)
@@ -145,9 +168,29 @@ def describe(
     """What would be submitted; the run is created, checked and removed again."""
     if not (shared and engine_settings(engine).shared):
         need_store(recipe, name or recipe.name)
-    with provisional_run(recipe, root, cluster, name, keep=False) as attempt:
-        request = request_for(attempt, cluster, engine, spares, dry=True, shared=shared, site=site)
-        return reach_engine(engine, root).describe(request)
+    started = reach_engine(engine, root)
+    sizes = _sizes(recipe, root, cluster, engine, started, site)
+    with provisional_run(recipe, root, cluster, name, keep=False, elastic=sizes is not None) as attempt:
+        request = request_for(attempt, cluster, engine, spares, dry=True, shared=shared, site=site, sizes=sizes)
+        return started.describe(request)
+
+
+def _sizes_text(engine: str, site: Mapping[str, str] | None) -> str | None:
+    """The sizes of an elastic run, as its submitter or engines.toml states them."""
+    return {**engine_settings(engine).site, **(site or {})}.get("sizes")
+
+
+def _sizes(
+    recipe: Recipe, root: Path, cluster: Cluster, engine: str, started: Engine, site: Mapping[str, str] | None
+) -> ElasticSizes | None:
+    """The sizes of an elastic run, planned for its recipe; None for any other."""
+    text = _sizes_text(engine, site)
+    if text is None:
+        return None
+    from headway.agent.launch.resolve import resolve_recipe
+
+    resolved = resolve_recipe(_on_devices(recipe, cluster), root.absolute())
+    return elastic_sizes(resolved, cluster, text, started.inventory())
 
 
 def _check_code_installed(settings: EngineSettings, copied: Path | None) -> None:
@@ -184,21 +227,17 @@ def _uploaded(run: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def provisional_run(
-    recipe: Recipe, root: Path, cluster: Cluster, name: str | None, keep: bool = True
+    recipe: Recipe, root: Path, cluster: Cluster, name: str | None, keep: bool = True, *, elastic: bool = False
 ) -> Iterator["Attempt"]:
-    """Create a run for the devices of a cluster; remove it again if something fails, or without `keep`."""
-    kind = "cpu" if cluster.chip.name == "cpu" else "cuda"
-    if recipe.train.device == "auto":
-        recipe = with_settings(recipe, [f"train.device={kind}"])
-    if recipe.train.device != kind:
-        raise UsageError(
-            f"train.device is {recipe.train.device}, but --on {cluster.name} is {kind}", hint="remove train.device"
-        )
+    """Create a run for the devices of a cluster; remove it again if something fails, or without `keep`. One that is
+    `elastic` has a worker per device, on CPUs too."""
+    recipe, kind = _on_devices(recipe, cluster), _kind(cluster)
     from headway.agent import new_run  # slow to import, and not needed otherwise
 
     on = Devices(kind, cluster.devices, cluster.chip.name)  # type: ignore[arg-type]
     has_mesh = recipe.parallel is not None and recipe.parallel.shard is not None
     workers = cluster.nodes if kind == "cpu" and not has_mesh else None  # one per machine by default
+    workers = cluster.devices if elastic else workers
     try:
         attempt = new_run(recipe, root.absolute(), name=name, on=on, workers=workers, nodes=cluster.nodes)
     except HeadwayError as error:
@@ -213,6 +252,22 @@ def provisional_run(
     finally:
         if not keep:
             shutil.rmtree(attempt.folder.path, ignore_errors=True)
+
+
+def _kind(cluster: Cluster) -> str:
+    return "cpu" if cluster.chip.name == "cpu" else "cuda"
+
+
+def _on_devices(recipe: Recipe, cluster: Cluster) -> Recipe:
+    """The recipe with the kind of devices that a cluster has."""
+    kind = _kind(cluster)
+    if recipe.train.device == "auto":
+        recipe = with_settings(recipe, [f"train.device={kind}"])
+    if recipe.train.device != kind:
+        raise UsageError(
+            f"train.device is {recipe.train.device}, but --on {cluster.name} is {kind}", hint="remove train.device"
+        )
+    return recipe
 
 
 def _in_terms_of_on(hint: str | None, unit: str) -> str | None:

@@ -130,7 +130,14 @@ export function JobState({ job }: { job: ClusterJob }) {
   return <State state={job.held && job.state === "waiting" ? "held" : job.state} />;
 }
 
-export const gpusOf = (job: ClusterJob): string => (job.machines > 1 && job.gpus ? `${job.machines}×${job.gpus / job.machines}` : String(job.gpus));
+export function gpusOf(job: ClusterJob): string {
+  if (job.sizes?.length) {
+    const sizes = job.sizes.join(", ");
+    const has = job.placement.reduce((sum, place) => sum + place.gpus.length, 0);
+    return ["starting", "running", "ending"].includes(job.state) ? `${has} of ${sizes}` : sizes;
+  }
+  return job.machines > 1 && job.gpus ? `${job.machines}×${job.gpus / job.machines}` : String(job.gpus);
+}
 
 /** How long a job has been in its state, by this machine's clock. */
 function since(job: ClusterJob): string {

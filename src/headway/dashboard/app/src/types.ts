@@ -306,6 +306,7 @@ export interface ClusterJob {
   started: number | null;
   ended: number | null;
   gpus: number;
+  sizes?: number[];
   machines: number;
   cpus: number;
   priority: number;
