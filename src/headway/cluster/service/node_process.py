@@ -67,7 +67,7 @@ def run_agent(
         starts = HostStarts(
             folder, write_points(), isolation, lambda digest: connection.get_bytes(f"/api/v1/code/{digest}")
         )
-        agent, streams = ClusterNode(name, starts), NodeStreams(folder / "starts", connection)
+        agent, streams = ClusterNode(name, starts), NodeStreams(folder / "starts", starts.logs, connection)
         version: int | None = None
         sent: object = None
         printed, checked = "", -math.inf

@@ -10,11 +10,11 @@ from typing import Any
 from sqlalchemy import Row, bindparam, select, update
 
 from headway.cluster.service.fleet import Fleet, JobControl
+from headway.cluster.service.job_streams import JobStreams
 from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart, start_key
 from headway.cluster.service.node_changes import NodeChanges
 from headway.cluster.service.node_state import node_state, unwanted_starts
 from headway.cluster.service.outcome import RankResult
-from headway.cluster.service.port_streams import PortStreams
 from headway.cluster.service.run_progress import JobProgress
 from headway.cluster.service.secret_store import SecretStore
 from headway.cluster.service.store import ServiceStore, Transaction
@@ -47,7 +47,7 @@ class NodeReports:
         fleet: Fleet,
         node_changes: NodeChanges,
         secrets: SecretStore,
-        streams: PortStreams,
+        streams: JobStreams,
         speed: float,
     ) -> None:
         self._store, self._control, self._fleet, self._node_changes = store, control, fleet, node_changes

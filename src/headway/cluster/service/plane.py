@@ -24,13 +24,13 @@ from headway.cluster.service.fleet import GIVE_UP_AFTER_S, Fleet
 from headway.cluster.service.granted_starts import grant_starts
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.group_commit import GroupCommit
+from headway.cluster.service.job_streams import JobStreams
 from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.messages import NodeOrders, NodeReport
 from headway.cluster.service.new_jobs import NewJob, queue_jobs
 from headway.cluster.service.node_changes import NodeChanges
 from headway.cluster.service.node_reports import NodeReports
 from headway.cluster.service.offers import find_offers, record_offers
-from headway.cluster.service.port_streams import PortStreams
 from headway.cluster.service.record_lines import RecordLines
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
@@ -76,7 +76,7 @@ class ControlPlane:
         """The nodes, for operators."""
         self.node_changes, self.changed = NodeChanges(), threading.Event()
         """Changes that nodes should look at, and whether the scheduler should."""
-        self.streams = PortStreams(monotonic, lambda node: self.node_changes.note((node,)))
+        self.streams = JobStreams(monotonic, lambda node: self.node_changes.note((node,)))
         """Connections of users to ports of jobs."""
         self.reports = NodeReports(store, self, self.fleet, self.node_changes, self.secrets, self.streams, speed)
         """What nodes say."""

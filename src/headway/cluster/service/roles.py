@@ -65,10 +65,12 @@ PERMISSIONS: dict[str, Need] = {
     "POST /api/v1/jobs/{job}/signal": _CHANGE,
     "POST /api/v1/jobs/{job}/priority": _CHANGE,
     "POST /api/v1/jobs/{job}/streams": _CHANGE,
+    "GET /api/v1/jobs/{job}/logs": _READ,
+    "POST /api/v1/jobs/{job}/logs": _READ,  # changes nothing
     "POST /api/v1/jobs/{job}/{verb}": _CHANGE,
     "PUT /api/v1/streams/{stream}": _CHANGE,  # of the caller only
-    "GET /api/v1/streams/{stream}": _CHANGE,
-    "DELETE /api/v1/streams/{stream}": _CHANGE,
+    "GET /api/v1/streams/{stream}": _READ,  # of the caller only; viewers may open logs
+    "DELETE /api/v1/streams/{stream}": _READ,
     "PUT /api/v1/node-streams/{stream}": NODES,
     "GET /api/v1/node-streams/{stream}": NODES,
     "POST /api/v1/node-streams/{stream}/failure": NODES,

@@ -227,6 +227,16 @@ allocations = Table(
 )
 """What every start of a job has held: for usage."""
 
+former_ranks = Table(
+    "former_ranks",
+    metadata,
+    Column("job", String(40), primary_key=True),
+    Column("start", Integer, primary_key=True),
+    Column("rank", Integer, primary_key=True),
+    Column("node", String(128), nullable=False),
+)
+"""Where the earlier starts of a job ran: their logs are there."""
+
 folds = Table(
     "folds",
     metadata,
