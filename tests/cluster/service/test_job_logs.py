@@ -19,7 +19,7 @@ from eventually import eventually
 from headway.cluster.engines import OVER, LaunchRequest
 from headway.cluster.engines.submissions import request_to_json
 from headway.cluster.service.connection import ServiceConnection
-from headway.cluster.service.job_streams import ANSWER_S, WINDOW_BYTES
+from headway.cluster.service.job_streams import WINDOW_BYTES
 from headway.cluster.service.messages import NodeReport, StartReport
 from headway.cluster.service.node_logs import KEPT_S, PRUNE_S, NodeLogs, is_here, log_in
 from headway.cluster.service.node_process import run_agent
@@ -191,7 +191,7 @@ def test_log_of_a_node_without_the_folder_reaches_those_who_may_see_the_job(
     with agent_of("n1", tmp_path / "n1"), agent_of("n2", tmp_path / "n2"):
         job = started(world, script, tmp_path / "nowhere" / "job", machines=2, gpus=3)
         eventually(lambda: state(world, job) in OVER)
-        for user in ("red-viewer", "red-admin", "root"):
+        for user in ("red-viewer", "root"):
             printed = terminal.type(user, "logs", job)
             assert printed.status == 0, printed.err
             assert printed.out == "".join(
@@ -202,7 +202,7 @@ def test_log_of_a_node_without_the_folder_reaches_those_who_may_see_the_job(
         assert one.startswith(f"== {job}/0001-1.log\n1 first\n")
         assert "0001-0" not in one
         other = terminal.type("blue-admin", "logs", job)
-        assert (other.status, other.out) == (1, "")
+        assert (other.status, other.out) == (2, "")
         assert f"no job '{job}'" in other.err
         for path in (tmp_path / "n1" / "logs").iterdir():
             path.unlink()
@@ -240,7 +240,7 @@ def test_followed_log_grows_until_the_job_is_over(world: AccessWorld, terminal: 
         releasing.start()
         printed = terminal.type("red-member", "logs", job, "--follow", "--json")
         releasing.join()
-        assert [line.split('"line":')[1] for line in printed.out.splitlines()] == ['"begun"}', '"released"}', '""}'][:2]
+        assert [line.split('"line":')[1] for line in printed.out.splitlines()] == ['"begun"}', '"released"}']
 
 
 def test_log_of_a_node_that_is_silent_or_removed_is_refused_with_a_sentence(world: AccessWorld) -> None:
@@ -283,4 +283,3 @@ def test_logs_of_earlier_starts_are_asked_of_the_nodes_that_ran_them(world: Acce
     assert places == ["n1", "n2"]
     listed = world.ask("root", "GET", f"/api/v1/jobs/{job}/logs").json()
     assert [(log["start"], log["node"]) for log in listed] == [(1, "n1"), (2, "n2")]
-    assert ANSWER_S > 0
