@@ -83,6 +83,7 @@ FOR_OTHERS = {
     "GET /health": "anybody",
     "POST /api/v1/join": "whoever has a join token",
     "POST /api/v1/sync": "nodes",
+    "POST /api/v1/renew-certificate": "nodes",
     "GET /api/v1/code/{digest}": "nodes",
     "PUT /api/v1/node-streams/{stream}": "nodes",
     "GET /api/v1/node-streams/{stream}": "nodes",

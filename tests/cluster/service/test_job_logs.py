@@ -203,7 +203,7 @@ def test_log_of_a_node_without_the_folder_reaches_those_who_may_see_the_job(
         assert "0001-0" not in one
         other = terminal.type("blue-admin", "logs", job)
         assert (other.status, other.out) == (2, "")
-        assert f"no job '{job}'" in other.err
+        assert f"no run is called '{job}'" in other.err  # as if there were none
         for path in (tmp_path / "n1" / "logs").iterdir():
             path.unlink()
         half = terminal.type("root", "logs", job)

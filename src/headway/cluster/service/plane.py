@@ -32,6 +32,7 @@ from headway.cluster.service.node_changes import NodeChanges
 from headway.cluster.service.node_reports import NodeReports
 from headway.cluster.service.offers import find_offers, record_offers
 from headway.cluster.service.record_lines import RecordLines
+from headway.cluster.service.renewals import NodeCertificates
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import (
@@ -78,6 +79,8 @@ class ControlPlane:
         """Changes that nodes should look at, and whether the scheduler should."""
         self.streams = JobStreams(monotonic, lambda node: self.node_changes.note((node,)))
         """Connections of users to ports of jobs."""
+        self.certificates = NodeCertificates(store)
+        """Of nodes that have joined."""
         self.reports = NodeReports(store, self, self.fleet, self.node_changes, self.secrets, self.streams, speed)
         """What nodes say."""
 

@@ -83,6 +83,7 @@ PERMISSIONS: dict[str, Need] = {
     "POST /api/v1/simulate": _READ,  # changes nothing
     "GET /metrics": Permission("admin", "read"),  # of all tenants
     "POST /api/v1/join": OPEN,  # with a join token, which the route checks
+    "POST /api/v1/renew-certificate": NODES,
     "POST /api/v1/join-tokens": _ADMIN,
     "DELETE /api/v1/nodes/{node}": _ADMIN,
     "POST /api/v1/nodes/{node}/{verb}": _ADMIN,

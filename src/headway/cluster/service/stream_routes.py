@@ -14,7 +14,6 @@ from headway.cluster.service.audit import describe
 from headway.cluster.service.fleet import AWAY_S
 from headway.cluster.service.job_streams import PART_BYTES, End, JobStream
 from headway.cluster.service.messages import start_key
-from headway.cluster.service.peer_certificate import PEER
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.store import ServiceStore
 from headway.cluster.service.tables import former_ranks, jobs, node_conditions, nodes, ranks
@@ -120,15 +119,15 @@ def add_stream_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.put("/api/v1/node-streams/{stream}")
     async def node_send(stream: StreamName, body: StreamPart, request: Request) -> NextOffset:
-        return await _put(streams.of_node(stream, request.scope.get(PEER)), "node", body)
+        return await _put(streams.of_node(stream, plane.certificates.shown(request.scope)), "node", body)
 
     @app.get("/api/v1/node-streams/{stream}")
     async def node_receive(stream: StreamName, offset: Offset, request: Request) -> ReceivedPart:
-        return await _get(streams.of_node(stream, request.scope.get(PEER)), "user", offset)
+        return await _get(streams.of_node(stream, plane.certificates.shown(request.scope)), "user", offset)
 
     @app.post("/api/v1/node-streams/{stream}/failure")
     async def node_fail(stream: StreamName, body: StreamFailure, request: Request) -> ClosedStream:
-        streams.close(streams.of_node(stream, request.scope.get(PEER)), body.reason)
+        streams.close(streams.of_node(stream, plane.certificates.shown(request.scope)), body.reason)
         return ClosedStream()
 
 

@@ -138,6 +138,15 @@ maintenance = Table(
     Column("back_s", Float),
 )
 
+renewed_certificates = Table(
+    "renewed_certificates",
+    metadata,
+    Column("fingerprint", String(64), primary_key=True),
+    Column("first", String(64), nullable=False),  # the one that its node joined with
+    Column("ends", Float, nullable=False),  # Unix seconds
+)
+"""Certificates that nodes were given since they joined."""
+
 join_tokens = Table(
     "join_tokens",
     metadata,
