@@ -195,7 +195,7 @@ def _serve(
     from headway.cluster.service.local_cluster import keep_local_nodes, starting_tenants
     from headway.cluster.service.peer_certificate import PeerCertificateProtocol
     from headway.cluster.service.plane import ControlPlane
-    from headway.cluster.service.secret_store import SecretStore, secrets_key
+    from headway.cluster.service.secret_keys import SecretKeys
     from headway.cluster.service.single import only_service, publish_address
     from headway.cluster.service.slow_clients import MOST_CONNECTIONS
     from headway.cluster.service.store import ServiceStore
@@ -217,10 +217,11 @@ def _serve(
         tenants = starting_tenants(store, listed)
         if not is_loopback(host):
             nodes = _of_one_tenant(nodes, [tenant["name"] for tenant in tenants])
-        plane = ControlPlane(store, time.time, speed, SecretStore(secrets_key(folder)), give_up_after_s=give_up_after)
+        log = partial(print, file=sys.stderr, flush=True)
+        keys = SecretKeys(folder, store, points, log)
+        plane = ControlPlane(store, time.time, speed, keys.secrets, give_up_after_s=give_up_after)
         for name in plane.set_cluster(nodes, tenants, policy):
             print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
-        log = partial(print, file=sys.stderr, flush=True)
         service = LiveService(store, plane, log, history=folder / "history", webhooks=webhooks)
         accounts = Accounts(store, time.time)
         token = _first_token(accounts, folder / TOKEN)
@@ -232,6 +233,7 @@ def _serve(
             accounts=accounts,
             authority=authority,
             code=CodeStore(folder / "code"),
+            secret_keys=keys,
         )
 
         def listening() -> None:

@@ -75,6 +75,7 @@ MAY: dict[str, tuple[str, str, str]] = {
     "PUT /api/v1/tenants/{tenant} new": (ADMINS, ADMINS, ROOT),
     "DELETE /api/v1/tenants/{tenant}": (ADMINS, ADMINS, ROOT),
     "GET /api/v1/secrets": (MEMBERS, MEMBERS, MEMBERS),
+    "POST /api/v1/secrets:rekey": (ROOT, ROOT, ROOT),
     "PUT /api/v1/secrets/{tenant}/{secret}": (MEMBERS, MEMBERS, ROOT),
     "DELETE /api/v1/secrets/{tenant}/{secret}": (MEMBERS, MEMBERS, ROOT),
     "GET /api/v1/audit": (ADMINS, ADMINS, ADMINS),

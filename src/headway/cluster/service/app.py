@@ -33,6 +33,7 @@ from headway.cluster.service.node_routes import add_code_routes, add_node_routes
 from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
+from headway.cluster.service.secret_keys import SecretKeys
 from headway.cluster.service.stream_routes import (
     JobLog,
     LogRequest,
@@ -100,6 +101,7 @@ def make_app(
     guard: GuardSettings | None = None,
     authority: Authority | None = None,
     code: CodeStore | None = None,
+    secret_keys: SecretKeys | None = None,
 ) -> FastAPI:
     """The application of a service; `user_token` acts for the first admin."""
     accounts = accounts or Accounts(service.store, time.time)
@@ -120,7 +122,7 @@ def make_app(
     add_node_routes(app, service, authority)
     add_code_routes(app, service, code)
     add_access_routes(app, service, accounts)
-    add_tenant_routes(app, service, accounts)
+    add_tenant_routes(app, service, accounts, secret_keys)
     return app
 
 

@@ -15,6 +15,7 @@ from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport
 from headway.cluster.service.node_changes import NodeChanges
 from headway.cluster.service.node_state import node_state, unwanted_starts
 from headway.cluster.service.outcome import RankResult
+from headway.cluster.service.roles import lineage_of
 from headway.cluster.service.run_progress import JobProgress
 from headway.cluster.service.secret_store import SecretStore
 from headway.cluster.service.store import ServiceStore, Transaction
@@ -142,9 +143,10 @@ class NodeReports:
         names = {row.job: json.loads(row.request)["secrets"] for row in rows if _is_fresh(row)}
         if not any(names.values()):
             return {}
+        tenants = (self._store.lines.cluster or {}).get("tenants", ())
         with self._store.read() as connection:
             return {
-                row.job: self._secrets.values(connection, row.job, row.tenant, names[row.job])
+                row.job: self._secrets.values(connection, row.job, lineage_of(tenants, row.tenant), names[row.job])
                 for row in rows
                 if names.get(row.job)
             }

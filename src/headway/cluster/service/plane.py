@@ -33,6 +33,7 @@ from headway.cluster.service.node_reports import NodeReports
 from headway.cluster.service.offers import find_offers, record_offers
 from headway.cluster.service.record_lines import RecordLines
 from headway.cluster.service.renewals import NodeCertificates
+from headway.cluster.service.roles import lineage_of
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import (
@@ -199,7 +200,8 @@ class ControlPlane:
         """Keep the secrets that came with a submission; UsageError if one is missing."""
         if not request.secrets:
             return
-        missing = missing_secrets(transaction, tenant, request.secrets, values)
+        lineage = lineage_of(self.cluster.values["tenants"], tenant)
+        missing = missing_secrets(transaction, lineage, request.secrets, values)
         if missing:
             raise UsageError(
                 f"job {request.name} needs the secret {missing[0]}, which tenant {tenant} does not have",

@@ -101,6 +101,7 @@ PERMISSIONS: dict[str, Need] = {
     "PUT /api/v1/tenants/{tenant}": _MANAGE,
     "DELETE /api/v1/tenants/{tenant}": _MANAGE,
     "GET /api/v1/secrets": Permission("member", "read"),
+    "POST /api/v1/secrets:rekey": _ADMIN,
     "PUT /api/v1/secrets/{tenant}/{secret}": _SECRETS,
     "DELETE /api/v1/secrets/{tenant}/{secret}": _SECRETS,
     "GET /api/v1/audit": Permission("tenant-admin", "read"),
@@ -132,6 +133,14 @@ def subtree(tenants: Iterable[Mapping[str, Any]], top: str) -> frozenset[str]:
         if tenant["name"] == top or tenant.get("parent") in names:
             names.add(tenant["name"])
     return frozenset(names)
+
+
+def lineage_of(tenants: Iterable[Mapping[str, Any]], name: str) -> tuple[str, ...]:
+    """A tenant and those above it, nearest first."""
+    parents, lineage = {tenant["name"]: tenant.get("parent") for tenant in tenants}, [name]
+    while (above := parents.get(lineage[-1])) is not None:
+        lineage.append(above)
+    return tuple(lineage)
 
 
 def visible_tenants(principal: Principal, tenants: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:
