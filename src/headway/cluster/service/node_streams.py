@@ -44,11 +44,12 @@ class NodeStreams:
 
     def _run(self, stream: WantedStream) -> None:
         path = f"/api/v1/node-streams/{stream.id}"
-        error: OSError | HeadwayError | None
+        error: OSError | HeadwayError | None = None
         try:
-            error = (
-                carry(self._connect(stream), self._connection, path) if stream.port else self._send_log(stream, path)
-            )
+            if stream.port:
+                error = carry(self._connect(stream), self._connection, path)
+            else:
+                self._send_log(stream, path)
         except (OSError, HeadwayError) as refusal:
             error = refusal
         if error is None:
