@@ -127,7 +127,8 @@ def trust(
     if json:
         print_json({"node": before.name, "fingerprint": pin, "before": before.fingerprint})
         return
-    print(f"node {before.name} expects the fingerprint {pin} of {before.url}")
+    print(f"node {before.name} of {before.url} expects another fingerprint of it:")
+    print(pin)
     print("next: restart headway node run")
 
 
