@@ -5,7 +5,8 @@ live_state.py       the scheduler's state, folded from the record; grants.py giv
 plane.py            what users ask, nodes report and cycles decide, each in one transaction
 store.py tables.py  the database and the record; faults.py kills at a chosen write
 node.py             a node obeys its orders (messages.py); host_starts.py are its processes, node_process.py its agent
-roles.py            who may call what; accounts.py tokens.py users and tokens; access_guard.py audit.py rate_limit.py slow_clients.py
+roles.py            who may call what; accounts.py tokens.py users and tokens; access_guard.py and audit.py
+rate_limit.py       limits requests; slow_clients.py ends connections that dawdle
 secret_store.py     encrypted secrets, secret_keys.py their key; tenant_changes.py changes the tree of tenants
 app.py              the HTTP API behind access_guard.py; views.py what it answers
 live_service.py     threads and agents of a running service; decider.py decides in a process of its own
