@@ -181,6 +181,22 @@ def test_only_running_jobs_have_ports_and_their_node_is_told(api: Api) -> None:
     assert f"port 6006 of job {job}" in str(api.get("/api/v1/audit"))
 
 
+def test_port_of_another_rank_is_asked_of_its_node(api: Api) -> None:
+    job = api.submit(gpus=2, machines=2)
+    for node in ("n1", "n2"):
+        (start,) = api.sync(node=node)
+        api.sync(StartReport(start.key, "running"), node=node)
+    opened = api.post(f"/api/v1/jobs/{job}/streams", {"port": 6006, "rank": 1}).json()
+    assert opened["node"] == "n2"
+    told = {
+        node: api.post("/api/v1/sync", {"report": {"node": node}}, NODE).json()["orders"]["streams"]
+        for node in ("n1", "n2")
+    }
+    assert told == {"n1": [], "n2": [{"id": opened["stream"], "start": f"{job}:1:1", "port": 6006, "follow": False}]}
+    answer = api.post(f"/api/v1/jobs/{job}/streams", {"port": 6006, "rank": 2})
+    assert (answer.status_code, answer.json()["error"]) == (400, f"job {job} has no rank 2")
+
+
 def test_port_is_the_jobs_only_if_its_processes_listen(tmp_path: Path) -> None:
     starts, key = HostStarts(tmp_path), "7:1:0"
     (tmp_path / "echo.py").write_text(f"import os; os.chdir({str(tmp_path)!r}){ECHO}")
