@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from headway.cluster.service.certificates import (
 )
 from headway.cluster.service.connection import ServiceConnection, node_path
 from headway.cluster.service.join import remove_node
+from headway.cluster.service.messages import NodeOrders, NodeReport
 from headway.cluster.service.node_agent import read_settings, trust_service
 from headway.cluster.service.node_certificate import AGAIN_S, NodeCertificate
+from headway.cluster.service.node_process import run_agent
 from headway.cluster.service.peer_certificate import PEER
 from headway.cluster.service.renewals import MOST_OF_NODE, NodeCertificates
 from headway.errors import EngineError, EngineUnreachable, UnknownNode, UsageError
@@ -53,12 +56,11 @@ def test_certificate_is_renewed_before_its_end_and_the_old_one_stays_valid(servi
     mine = kept(folder, now)
     connection = served.connect(certificate=file, keep=True)
     now[0] += 2 / 3 * NODE_VALID.total_seconds() - 2 * DAY_S
-    assert not mine.renew_if_due(connection)
+    assert not mine.keep_valid(connection)
     assert file.read_bytes() == old.read_bytes()
     now[0] += 3 * DAY_S
-    mine.check()
-    assert mine.renew_if_due(connection)
-    assert not mine.renew_if_due(connection)
+    assert mine.keep_valid(connection)
+    assert not mine.keep_valid(connection)
     assert read(file).public_key() != read(old).public_key()
     assert read(file).subject == read(old).subject
     assert file.stat().st_mode & 0o777 == 0o600
@@ -84,6 +86,31 @@ def test_certificate_is_renewed_before_its_end_and_the_old_one_stays_valid(servi
             gone.post("/api/v1/renew-certificate", {"request": request_for_key(new_key(), "m1")})
     with pytest.raises(UsageError, match="refused the token"):
         served.connect(USER).post("/api/v1/renew-certificate", {"request": request_for_key(new_key(), "m1")})
+
+
+def test_agent_renews_the_certificate_of_its_node_while_it_reports(
+    service: tuple[Served, Cluster], capfd: pytest.CaptureFixture[str]
+) -> None:
+    served, cluster = service
+    folder, now = join(served, cluster, "m1"), [time.time() + NODE_VALID.total_seconds() - 2 * DAY_S]
+    file, reported = folder / "certificate.pem", list[str | None]()
+    before = file.read_bytes()
+    sync = cluster.plane.reports.sync
+
+    def watch(report: NodeReport, peer: str | None = None) -> NodeOrders:
+        reported.append(peer)
+        return sync(report, peer)
+
+    cluster.plane.reports.sync = watch  # type: ignore[method-assign]
+    rounds = iter(range(50))
+    with closing(served.connect(certificate=file, keep=True)) as connection:
+        done = run_agent(
+            "m1", folder, connection, lambda: not reported and next(rounds) < 49, certificate=kept(folder, now)
+        )
+    assert done == 0
+    assert file.read_bytes() != before
+    assert reported == [fingerprint_of(x509.load_pem_x509_certificate(before))]  # as whom it is still known
+    assert "node m1: its certificate is renewed" in capfd.readouterr().err
 
 
 class Answers:
@@ -123,15 +150,14 @@ def test_failed_renewal_leaves_the_certificate_and_is_tried_again_later(tmp_path
     for answer, words in ((unreachable, "does not answer"), (another, "has signed another key")):
         connection: Any = Answers(answer)
         with pytest.raises(EngineError, match=words):
-            mine.renew_if_due(connection)
-        assert not mine.renew_if_due(connection)
+            mine.keep_valid(connection)
+        assert not mine.keep_valid(connection)
         assert connection.asked == 1
         assert (folder / "certificate.pem").read_bytes() == before
         now[0] += AGAIN_S
     now[0] += 2 * DAY_S
-    with pytest.raises(EngineError, match="certificate of node m1 ended on 2002-09-09") as ended:
-        mine.check()
-    assert "--replace m1" in str(ended.value.hint)
+    with pytest.raises(EngineError, match="certificate ended on 2002-09-09: headway node token --replace m1"):
+        mine.keep_valid(connection)
 
 
 def pem(signed: x509.Certificate) -> str:

@@ -101,7 +101,6 @@ def run_node(folder: Path, *, jobs_as_root: bool = False) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     certificate = NodeCertificate(folder / CERTIFICATE, folder / KEY, settings.name)
-    certificate.check()
     connection = ServiceConnection(
         settings.url, None, keep=True, fingerprint=settings.fingerprint, certificate=certificate.file
     )

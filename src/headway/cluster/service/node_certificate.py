@@ -42,15 +42,12 @@ class NodeCertificate:
     def _hint(self) -> str:
         return f"headway node token --replace {self._name}; rm {self.file.parent}/node.json; headway node join"
 
-    def check(self) -> None:
-        """Raise EngineError if it has ended: then the service does not know this node any more."""
-        if self._clock() > self._ends.timestamp():
-            raise EngineError(f"the certificate of node {self._name} ended on {self._ends:%Y-%m-%d}", hint=self._hint)
-
-    def renew_if_due(self, connection: ServiceConnection) -> bool:
+    def keep_valid(self, connection: ServiceConnection) -> bool:
         """Replace the certificate by the next one if a third of its life is left; False if it is not due, or was tried
-        a moment ago."""
+        a moment ago. EngineError if it has ended: then the service does not know this node any more."""
         now = self._clock()
+        if now > self._ends.timestamp():
+            raise EngineError(f"its certificate ended on {self._ends:%Y-%m-%d}: {self._hint}")
         if now < max(self._due, self._tried + AGAIN_S):
             return False
         self._tried, key = now, new_key()

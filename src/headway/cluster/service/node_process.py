@@ -80,7 +80,7 @@ def run_agent(
             report = to_jsonable_python(agent.report())
             wait_s = 0.0 if report != sent else BUSY_S if starts.busy else IDLE_S
             try:
-                if certificate is not None and certificate.renew_if_due(connection):
+                if certificate is not None and certificate.keep_valid(connection):
                     print(f"node {name}: its certificate is renewed", file=sys.stderr, flush=True)
                 fields = {"report": report, "protocol": PROTOCOL}
                 answer = connection.post("/api/v1/sync", fields | {"version": version, "wait_s": wait_s})
