@@ -11,10 +11,11 @@ import typer
 from pydantic_core import from_json, to_json
 
 from headway.agent.remote.store_mirror import start_failures
+from headway.cli.job_logs import LogChoice, LogLine, log_lines
 from headway.cli.jobs import sweep_named
 from headway.cli.options import Json, Run, Runs
 from headway.cli.run_sync import RunSync
-from headway.cli.service_jobs import log_lines, service_job
+from headway.cli.service_jobs import service_job
 from headway.cli.view import LiveStatus
 from headway.cluster.engines import OVER
 from headway.cluster.engines.settings import open_engine
@@ -34,9 +35,11 @@ SHOWN_RUNS = 8
 
 def logs(
     run: Run,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only the log of this worker.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="Only the log of this worker; of a job, of this machine.")
+    ] = None,
     attempt: Annotated[
-        int | None, typer.Option("--attempt", min=1, help="Attempt to show (default: the last).")
+        int | None, typer.Option("--attempt", min=1, help="Attempt to show (default: the last; of a job, all).")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
     runs: Runs = None,
@@ -52,9 +55,10 @@ def logs(
     sweep = sweep_named(root, run)
     if sweep is not None:
         raise _sweep_error(sweep)
-    jobs = service_job(root, run) if rank is None and attempt is None else None
+    jobs = service_job(root, run)
     if jobs is not None:
-        _show_jobs(jobs, log_lines(root, run, follow), _printer(json, headings=True))
+        choice = LogChoice(rank, attempt)
+        _show_jobs(jobs, log_lines(root, run, follow=follow, choice=choice), _printer(json, headings=True))
         return
     folder = find_run(root, run)
     sync = RunSync(folder)
@@ -68,7 +72,7 @@ def logs(
         show(name, line)
 
 
-def _show_jobs(jobs: list[dict[str, Any]], lines: Iterator[tuple[str, str]], show: Callable[[str, str], None]) -> None:
+def _show_jobs(jobs: list[dict[str, Any]], lines: Iterator[LogLine], show: Callable[[str, str], None]) -> None:
     """Print the logs of jobs of the service; say so if there is nothing in them."""
     shown = False
     for name, line in lines:

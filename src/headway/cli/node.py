@@ -114,6 +114,25 @@ def run(jobs_as_root: JobsAsRoot = False, folder: Folder = None) -> None:
 
 
 @app.command()
+def trust(
+    fingerprint: Annotated[str, typer.Argument(metavar="SHA256", help="Of the service, as headway up prints it.")],
+    folder: Folder = None,
+    json: Json = False,
+) -> None:
+    """Have this node expect another certificate of its service; then restart its agent."""
+    place, pin = _place(folder), read_fingerprint(fingerprint)
+    from headway.cluster.service.node_agent import trust_service
+
+    before = trust_service(place, pin)
+    if json:
+        print_json({"node": before.name, "fingerprint": pin, "before": before.fingerprint})
+        return
+    print(f"node {before.name} of {before.url} expects another fingerprint of it:")
+    print(pin)
+    print("next: restart headway node run")
+
+
+@app.command()
 def cordon(node: NodeName, runs: Runs = None, json: Json = False) -> None:
     """Give a node no new jobs; those that it has go on."""
     _change(node, "cordon", runs, json)

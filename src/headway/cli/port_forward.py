@@ -5,7 +5,6 @@ import re
 import socket
 import sys
 import threading
-import time
 from typing import Annotated
 
 import typer
@@ -13,27 +12,27 @@ import typer
 from headway.cli.options import Json, Runs
 from headway.cli.text import print_json
 from headway.cluster.service.connection import ServiceConnection, connect, job_path
-from headway.cluster.service.rate_limit import RateLimiter
 from headway.cluster.service.service_engine import sole_job
-from headway.cluster.service.stream_carrier import carry
+from headway.cluster.service.stream_carrier import Pace, carry, pace_requests
 from headway.errors import EngineError, HeadwayError, UsageError
 from headway.track import runs_root
 
 LOOPBACK = "127.0.0.1"
-REQUESTS_PER_S = 200.0
-"""Less than the service admits of a token, so that other verbs get answers, too."""
 _PORTS = re.compile(r"([0-9]{1,5})(?::([0-9]{1,5}))?")
 
 
 def port_forward(
     job: Annotated[str, typer.Argument(metavar="JOB", help="Id or name of a running job.")],
     ports: Annotated[str, typer.Argument(metavar="PORT[:LOCAL]", help="Its port, and this machine's; 0: any free.")],
+    rank: Annotated[
+        int, typer.Option("--rank", min=0, metavar="N", help="Of a job of several machines: which of them.")
+    ] = 0,
     runs: Runs = None,
     json: Json = False,
 ) -> None:
     """Connect a port of this machine to one that a job of the service listens on.
 
-    On 127.0.0.1 at both ends: that of the job's first rank, and this machine's.
+    On 127.0.0.1 at both ends: that of the rank's machine, and this machine's.
     """
     port, local = _read_ports(ports)
     connection = connect(runs_root(runs))
@@ -42,18 +41,20 @@ def port_forward(
         raise UsageError(f"job '{job}' is an array of {len(others) + 1} tasks", hint=f"one task: {row['id']}")
     if row["state"] != "running":
         raise EngineError(f"job {row['id']} is {row['state']}: only running jobs have ports")
+    if rank >= len(row["placement"]):
+        raise UsageError(f"job {row['id']} has no rank {rank}", hint=f"0 to {len(row['placement']) - 1}")
     listener = _listen(local)
-    here, node = f"{LOOPBACK}:{listener.getsockname()[1]}", row["placement"][0]["node"]
+    here, node = f"{LOOPBACK}:{listener.getsockname()[1]}", row["placement"][rank]["node"]
     if json:
-        print_json({"listening": here, "job": row["id"], "port": port, "node": node})
+        print_json({"listening": here, "job": row["id"], "port": port, "rank": rank, "node": node})
     else:
         print(f"{here}: port {port} of job {row['id']} ({row['name']}) on {node}; Ctrl-C ends it")
     sys.stdout.flush()
-    limiter = RateLimiter(REQUESTS_PER_S, REQUESTS_PER_S / 4, time.monotonic)
+    pace = pace_requests()
     with listener, contextlib.suppress(KeyboardInterrupt):
         while True:
             channel, _ = listener.accept()
-            arguments = (channel, connection, row["id"], port, limiter)
+            arguments = (channel, connection, row["id"], {"port": port, "rank": rank}, pace)
             threading.Thread(target=_forward, args=arguments, daemon=True).start()
 
 
@@ -76,16 +77,13 @@ def _listen(port: int) -> socket.socket:
         ) from None
 
 
-def _forward(channel: socket.socket, connection: ServiceConnection, job: str, port: int, limiter: RateLimiter) -> None:
+def _forward(
+    channel: socket.socket, connection: ServiceConnection, job: str, target: dict[str, int], pace: Pace
+) -> None:
     """Carry one connection, and say why if it breaks."""
-
-    def pace() -> None:
-        while wait_s := limiter.admit(job):
-            time.sleep(wait_s)
-
     with channel, contextlib.closing(connection.another()) as own:
         try:
-            path = f"/api/v1/streams/{own.post(job_path(job, 'streams'), {'port': port})['stream']}"
+            path = f"/api/v1/streams/{own.post(job_path(job, 'streams'), target)['stream']}"
             error = carry(channel, connection, path, pace)
             if isinstance(error, HeadwayError):
                 raise error

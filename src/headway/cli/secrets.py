@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from headway.cli.options import Json, Runs
-from headway.cli.text import duration, next_line, print_json, table
+from headway.cli.text import duration, next_line, plural, print_json, table
 from headway.cluster.service.connection import ServiceConnection, connect, path_of
 from headway.errors import UsageError
 from headway.track import command, runs_root
@@ -50,7 +50,10 @@ def ls(runs: Runs = None, json: Json = False) -> None:
         print_json(rows)
         return
     now = time.time()
-    cells = [(row["tenant"], row["name"], row["user"], duration(max(now - row["changed"], 0))) for row in rows]
+    cells = [
+        (row["tenant"], row["name"], "(inherited)" if row["inherited"] else row["user"], _ago(now - row["changed"]))
+        for row in rows
+    ]
     print("\n".join(table(("tenant", "secret", "set by", "ago"), cells)))
 
 
@@ -60,6 +63,23 @@ def rm(name: SecretName, tenant: Tenant = None, runs: Runs = None, json: Json = 
     connection = connect(runs_root(runs))
     row = connection.delete(path_of("secrets", _tenant(connection, tenant), name))
     print_json(row) if json else print(f"secret {name} of tenant {row['tenant']} is removed")
+
+
+@app.command()
+def rekey(runs: Runs = None, json: Json = False) -> None:
+    """Seal all stored secrets with a new key; the old one opens none of them any more."""
+    counts = connect(runs_root(runs)).post("/api/v1/secrets:rekey")
+    if json:
+        print_json(counts)
+        return
+    sealed = f"{plural(counts['tenants'], 'secret')} of tenants, and those of {plural(counts['jobs'], 'job')}"
+    print(f"sealed with a new key: {sealed}")
+    if counts["unreadable"]:
+        print(f"note: {counts['unreadable']} were sealed with a key that is lost: set them again", file=sys.stderr)
+
+
+def _ago(seconds: float) -> str:
+    return duration(max(seconds, 0))
 
 
 def _tenant(connection: ServiceConnection, stated: str | None) -> str:

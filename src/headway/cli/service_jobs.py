@@ -1,19 +1,15 @@
 """Jobs of the service in verbs: found by id or name, and printed."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from headway.cli.text import columns, duration, plural, print_json, shortened
 from headway.cluster.engines.engine import OVER
-from headway.cluster.engines.scripts import list_logs, log_folder
 from headway.cluster.service.connection import ADDRESS, connect, job_path, service_folder
 from headway.cluster.service.login import login_file
 from headway.errors import EngineError, EngineUnreachable, RunError, UsageError
 from headway.track import command, find_run, list_runs
-
-_POLL_S = 0.5
 
 
 def has_service(root: Path) -> bool:
@@ -101,21 +97,3 @@ def summary(rows: list[dict[str, Any]]) -> str:
     states = [state_of(row) for row in rows]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
     return f"{plural(len(rows), 'job')}: {counts}"
-
-
-def log_lines(root: Path, name: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yield file names and lines of the logs of a job; when following, until it is over."""
-    connection, offsets = connect(root), dict[Path, int]()
-    while True:
-        rows = connection.get(job_path(name))  # before reading, so that the last lines are not missed
-        over = all(row["state"] in OVER for row in rows)
-        for row in rows:
-            for path in list_logs(log_folder(Path(row["folder"]), row["id"])):
-                data = path.read_bytes()[offsets.get(path, 0) :]
-                end = len(data) if over or not follow else data.rfind(b"\n") + 1
-                offsets[path] = offsets.get(path, 0) + end
-                label = f"{row['id']}/{path.name}"
-                yield from ((label, line.decode(errors="replace")) for line in data[:end].splitlines())
-        if over or not follow:
-            return
-        time.sleep(_POLL_S)

@@ -19,13 +19,13 @@ from headway.cluster.service.app import make_app
 from headway.cluster.service.certificates import Authority, ServerTls
 from headway.cluster.service.connection import NODE_TOKEN, TOKEN, service_folder
 from headway.cluster.service.demo import submit_demo
-from headway.cluster.service.faults import VARIABLE, write_points
+from headway.cluster.service.faults import VARIABLE, WritePoints, write_points
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.local_cluster import keep_local_nodes, starting_tenants
 from headway.cluster.service.login import is_loopback
 from headway.cluster.service.peer_certificate import PeerCertificateProtocol
 from headway.cluster.service.plane import ControlPlane
-from headway.cluster.service.secret_store import SecretStore, secrets_key
+from headway.cluster.service.secret_keys import SecretKeys
 from headway.cluster.service.single import only_service, publish_address
 from headway.cluster.service.slow_clients import MOST_CONNECTIONS
 from headway.cluster.service.store import ServiceStore
@@ -89,16 +89,18 @@ def serve_cluster(start: ServiceStart, *, as_json: bool) -> None:
     with only_service(folder):
         listener = listen(start.host, start.port)
         url = _url(start.host, listener.getsockname()[1], start.tls is not None)
-        store = _open_store(start)
+        points = write_points()
+        os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
+        store = _open_store(start, points)
         tenants = starting_tenants(store, start.tenants)
         nodes = start.nodes
         if not is_loopback(start.host):
             nodes = _of_one_tenant(nodes, [tenant["name"] for tenant in tenants])
-        secret_store = SecretStore(secrets_key(folder))
-        plane = ControlPlane(store, time.time, start.speed, secret_store, give_up_after_s=start.give_up_after_s)
+        log = partial(print, file=sys.stderr, flush=True)
+        keys = SecretKeys(folder, store, points, log)
+        plane = ControlPlane(store, time.time, start.speed, keys.secrets, give_up_after_s=start.give_up_after_s)
         for name in plane.set_cluster(nodes, tenants, start.policy):
             print(f"note: node {name} has changed; it counts as before while jobs are on it", file=sys.stderr)
-        log = partial(print, file=sys.stderr, flush=True)
         service = LiveService(store, plane, log, history=folder / "history", webhooks=start.webhooks)
         accounts = Accounts(store, time.time)
         token = _first_token(accounts, folder / TOKEN)
@@ -110,6 +112,7 @@ def serve_cluster(start: ServiceStart, *, as_json: bool) -> None:
             accounts=accounts,
             authority=start.authority,
             code=CodeStore(folder / "code"),
+            secret_keys=keys,
         )
 
         def listening() -> None:
@@ -135,12 +138,9 @@ def serve_cluster(start: ServiceStart, *, as_json: bool) -> None:
             raise service.failure
 
 
-def _open_store(start: ServiceStart) -> ServiceStore:
+def _open_store(start: ServiceStart, points: WritePoints) -> ServiceStore:
     """Open the database; the nodes of this machine in it are those of this start."""
-    engine = open_database(start.database or sqlite_url(start.folder / "control.db"))
-    points = write_points()
-    os.environ.pop(VARIABLE, None)  # the fault is for this process, not for its agents
-    store = ServiceStore(engine, points)
+    store = ServiceStore(open_database(start.database or sqlite_url(start.folder / "control.db")), points)
     keep_local_nodes(store, start.nodes, start.node_options, forget=start.forget_nodes)
     return store
 

@@ -1,5 +1,6 @@
 """A service in the process of the test, with tenants, users of each role, jobs and secrets."""
 
+import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.messages import NodeReport, StartReport
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.roles import SCOPES, Role
-from headway.cluster.service.secret_store import SecretStore
+from headway.cluster.service.secret_keys import SecretKeys
 from headway.cluster.service.store import ServiceStore
 from headway.cluster.service.tables import open_database, sqlite_url
 from headway.cluster.service.uploaded_code import CodeStore
@@ -104,7 +105,9 @@ def access_world(folder: Path, guard: GuardSettings | None = None) -> Iterator[A
 
     engine.dispose()
     store = ServiceStore(engine)
-    plane = ControlPlane(store, lambda: now[0], secrets=SecretStore(b"k" * 32))
+    (folder / "secrets.key").write_text(base64.b64encode(b"k" * 32).decode())
+    keys = SecretKeys(folder, store)
+    plane = ControlPlane(store, lambda: now[0], secrets=keys.secrets)
     plane.set_cluster(SPECS, TENANTS, "headway")
     decider, accounts = InProcessDecider(), Accounts(store, lambda: now[0])
     service = LiveService(store, plane, print, decider)  # type: ignore[arg-type]
@@ -118,6 +121,7 @@ def access_world(folder: Path, guard: GuardSettings | None = None) -> Iterator[A
         guard=guard,
         authority=Authority(folder / "tls"),
         code=CodeStore(folder / "code"),
+        secret_keys=keys,
     )
     with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         world = AccessWorld(app, client, plane, accounts, database, decider, now, {"root": ROOT_TOKEN})

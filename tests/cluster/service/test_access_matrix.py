@@ -44,9 +44,9 @@ MAY: dict[str, tuple[str, str, str]] = {
     "PUT /api/v1/streams/{stream}": (NOBODY, NOBODY, NOBODY),
     "PUT /api/v1/streams/{stream} mine": (MEMBERS, MEMBERS, MEMBERS),
     "GET /api/v1/streams/{stream}": (NOBODY, NOBODY, NOBODY),
-    "GET /api/v1/streams/{stream} mine": (MEMBERS, MEMBERS, MEMBERS),
+    "GET /api/v1/streams/{stream} mine": (ALL, ALL, ALL),
     "DELETE /api/v1/streams/{stream}": (NOBODY, NOBODY, NOBODY),
-    "DELETE /api/v1/streams/{stream} mine": (MEMBERS, MEMBERS, MEMBERS),
+    "DELETE /api/v1/streams/{stream} mine": (ALL, ALL, ALL),
     "GET /api/v1/nodes": (ALL, ALL, ALL),
     "POST /api/v1/join-tokens": (ROOT, ROOT, ROOT),
     "POST /api/v1/nodes/{node}/{verb}": (ROOT, ROOT, ROOT),
@@ -57,6 +57,8 @@ MAY: dict[str, tuple[str, str, str]] = {
     "GET /api/v1/usage": (ALL, ALL, ALL),
     "POST /api/v1/simulate": (ALL, ALL, ROOT),
     "POST /api/v1/simulate policy": (ALL, ALL, ALL),
+    "GET /api/v1/jobs/{job}/logs": (ALL, ALL, ROOT),
+    "POST /api/v1/jobs/{job}/logs": (ALL, ALL, ROOT),
     "GET /metrics": (ROOT, ROOT, ROOT),
     "GET /api/v1/record": (ROOT, ROOT, ROOT),
     "GET /api/v1/users": (ADMINS, ADMINS, ADMINS),
@@ -73,6 +75,7 @@ MAY: dict[str, tuple[str, str, str]] = {
     "PUT /api/v1/tenants/{tenant} new": (ADMINS, ADMINS, ROOT),
     "DELETE /api/v1/tenants/{tenant}": (ADMINS, ADMINS, ROOT),
     "GET /api/v1/secrets": (MEMBERS, MEMBERS, MEMBERS),
+    "POST /api/v1/secrets:rekey": (ROOT, ROOT, ROOT),
     "PUT /api/v1/secrets/{tenant}/{secret}": (MEMBERS, MEMBERS, ROOT),
     "DELETE /api/v1/secrets/{tenant}/{secret}": (MEMBERS, MEMBERS, ROOT),
     "GET /api/v1/audit": (ADMINS, ADMINS, ADMINS),
@@ -81,6 +84,7 @@ FOR_OTHERS = {
     "GET /health": "anybody",
     "POST /api/v1/join": "whoever has a join token",
     "POST /api/v1/sync": "nodes",
+    "POST /api/v1/renew-certificate": "nodes",
     "GET /api/v1/code/{digest}": "nodes",
     "PUT /api/v1/node-streams/{stream}": "nodes",
     "GET /api/v1/node-streams/{stream}": "nodes",
@@ -91,6 +95,7 @@ CANNOT = {
     "POST /api/v1/jobs/{job}/signal": 409,
     "POST /api/v1/jobs/{job}/streams": 409,
     "POST /api/v1/jobs/{job}/streams mine": 409,
+    "POST /api/v1/jobs/{job}/logs": 409,
     "DELETE /api/v1/nodes/{node}": 400,
 }
 """What whoever may is told: the job waits, there is no such node."""
@@ -116,7 +121,7 @@ def fresh_token(world: AccessWorld, user: str) -> str:
 
 def fresh_stream(world: AccessWorld, user: str) -> str:
     """One that has ended, so that nobody waits for more of it."""
-    stream = world.plane.streams.open(user, "n1", None, "1:1:0", 6006)
+    stream = world.plane.streams.open_port(user, "n1", None, "1:1:0", 6006)
     for direction in stream.sent.values():
         direction.ended = direction.delivered = True
     return f"{stream.id}?offset=0"
@@ -156,6 +161,7 @@ def request_of(world: AccessWorld, row: str, tenant: str, caller: str) -> tuple[
         "POST /api/v1/jobs/{job}/signal": {"number": 10},
         "POST /api/v1/jobs/{job}/streams": {"port": 6006},
         "POST /api/v1/jobs/{job}/streams mine": {"port": 6006},
+        "POST /api/v1/jobs/{job}/logs": {"start": 1},
         "PUT /api/v1/streams/{stream}": {"offset": 0},
         "PUT /api/v1/streams/{stream} mine": {"offset": 0},
         "POST /api/v1/join-tokens": {},

@@ -18,6 +18,8 @@ import pytest
 pytest.importorskip("sqlalchemy")
 
 import uvicorn
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from test_node_joining import Cluster
 
 from eventually import eventually
@@ -83,12 +85,12 @@ def served(tmp_path: Path) -> Iterator[Served]:
         yield Served(url, fingerprint, authority, asked)
 
 
-def certificate(folder: Path, authority: Authority, name: str) -> tuple[Path, Path]:
-    """A node's certificate and key."""
-    request = signing_request(folder / f"{name}.key", name)
+def certificate(folder: Path, authority: Authority, name: str) -> Path:
+    """A node's certificate with its key."""
+    request, key = signing_request(folder / f"{name}.key", name), folder / f"{name}.key"
     file = folder / f"{name}.pem"
-    file.write_text(certificate_pem(authority.sign_node(name, read_request(request))))
-    return file, folder / f"{name}.key"
+    file.write_text(certificate_pem(authority.sign_node(name, read_request(request))) + key.read_text())
+    return file
 
 
 def test_client_sends_nothing_to_another_fingerprint(served: Served) -> None:
@@ -101,8 +103,8 @@ def test_client_sends_nothing_to_another_fingerprint(served: Served) -> None:
 
 
 def test_service_knows_who_has_shown_a_certificate_of_its_authority(served: Served, tmp_path: Path) -> None:
-    file, key = certificate(tmp_path, served.authority, "m1")
-    kept = served.connect(certificate=(file, key), keep=True)
+    file = certificate(tmp_path, served.authority, "m1")
+    kept = served.connect(certificate=file, keep=True)
     expected = hashlib.sha256(bytes_of(file)).hexdigest()
     assert [kept.get("/"), kept.get("/"), served.connect().get("/")] == [expected, expected, None]
     kept.close()
@@ -113,9 +115,7 @@ def test_service_knows_who_has_shown_a_certificate_of_its_authority(served: Serv
 
 
 def bytes_of(file: Path) -> bytes:
-    from ssl import PEM_cert_to_DER_cert
-
-    return PEM_cert_to_DER_cert(file.read_text())
+    return x509.load_pem_x509_certificate(file.read_bytes()).public_bytes(Encoding.DER)
 
 
 def test_keys_are_private_and_certificates_stay(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_node_joins_reports_by_its_certificate_and_gets_its_jobs_code(service: t
     assert read_settings(folders["m1"]).spec["tenants"] == ["red"]
     with pytest.raises(UsageError, match="belongs to node 'm1'"):
         join(served, cluster, "m1")
-    one, two = (served.connect(certificate=(at / "certificate.pem", at / "node.key")) for at in folders.values())
+    one, two = (served.connect(certificate=at / "certificate.pem") for at in folders.values())
     assert one.post("/api/v1/sync", {"report": {"node": "m1"}})["orders"]["starts"] == []
     with pytest.raises(UsageError, match="another certificate"):
         one.post("/api/v1/sync", {"report": {"node": "m2"}})
@@ -215,8 +215,9 @@ def test_agent_of_a_removed_node_ends_and_says_how_to_join_again(
     assert not groups.exists()
     (folder / "node.json").unlink()
     join(served, cluster, "m1")
-    certificate = (folder / "certificate.pem", folder / "node.key")
-    assert served.connect(certificate=certificate).post("/api/v1/sync", {"report": {"node": "m1"}})["orders"]
+    assert served.connect(certificate=folder / "certificate.pem").post("/api/v1/sync", {"report": {"node": "m1"}})[
+        "orders"
+    ]
 
 
 def test_local_agent_is_started_again_unless_its_node_was_removed(tmp_path: Path) -> None:

@@ -237,6 +237,23 @@ def test_links_of_a_job_lead_nothing_of_root_elsewhere(starts: HostStarts, place
 
 @ROOT
 @pytest.mark.slow
+def test_job_without_its_folder_runs_in_its_scratch_and_cannot_reach_its_log(starts: HostStarts, place: Path) -> None:
+    script = "id -un; pwd; ls logs ../../logs; echo forged >../../logs/1-1-0.log"
+    request = LaunchRequest("job", ("bash", "-c", script), place / "elsewhere")
+    starts.begin(WantedStart("1:1:0", "run", (), 0, ("m1",), 1, None, request_to_json(request), tenant="red"))
+    eventually(lambda: starts.report()[0].state == "exited")
+    with starts.logs.open("1:1:0") as log:
+        lines = log.read().decode().splitlines()
+    assert lines[:2] == [RED, str(place / "node" / "scratch" / "1-1-0")]
+    assert sum("ermission denied" in line for line in lines) == 2, lines
+    assert "forged" not in lines
+    assert not (place / "elsewhere").exists()
+    starts.forget("1:1:0")
+    starts.logs.open("1:1:0").close()
+
+
+@ROOT
+@pytest.mark.slow
 def test_control_group_limits_memory_and_leaves_nothing_behind(starts: HostStarts, place: Path) -> None:
     script = 'setsid sleep 1000 & echo $! >"$HEADWAY_SCRATCH/pid"; head -c 200000000 /dev/zero | tail | wc -c'
     result, printed = run(starts, place, "red", "1:1:0", f"set -o pipefail; {script}", memory_bytes=64 * 2**20)

@@ -24,16 +24,16 @@ from headway.cluster.engines import OVER, LaunchRequest
 from headway.cluster.engines.submissions import request_to_json
 from headway.cluster.service.connection import connect
 from headway.cluster.service.host_starts import HostStarts
-from headway.cluster.service.messages import StartReport, WantedStart
-from headway.cluster.service.node_streams import listens
-from headway.cluster.service.port_streams import (
+from headway.cluster.service.job_streams import (
     IDLE_S,
     MOST_OF_USER,
     MOST_STREAMS,
     WINDOW_BYTES,
     Direction,
-    PortStreams,
+    JobStreams,
 )
+from headway.cluster.service.messages import StartReport, WantedStart
+from headway.cluster.service.node_streams import listens
 from headway.cluster.service.service_engine import ServiceEngine
 from headway.errors import EngineError, UsageError
 from service_process import ServiceProcess
@@ -103,31 +103,33 @@ def test_full_direction_takes_no_more_until_it_is_read() -> None:
 
 def test_open_connections_are_limited_and_silent_ones_closed() -> None:
     now, changed = [0.0], list[str]()
-    streams = PortStreams(lambda: now[0], changed.append)
-    opened = [streams.open("ann", "n1", None, "1:1:0", 80) for _ in range(MOST_OF_USER)]
+    streams = JobStreams(lambda: now[0], changed.append)
+    opened = [streams.open_port("ann", "n1", None, "1:1:0", 80) for _ in range(MOST_OF_USER)]
     with pytest.raises(EngineError, match=f"'ann' has {MOST_OF_USER} open"):
-        streams.open("ann", "n1", None, "1:1:0", 80)
+        streams.open_port("ann", "n1", None, "1:1:0", 80)
     for number in range(MOST_STREAMS - MOST_OF_USER):
-        streams.open(f"user-{number}", "n2", None, "1:1:0", 80)
+        streams.open_port(f"user-{number}", "n2", None, "1:1:0", 80)
     with pytest.raises(EngineError, match=f"the service has {MOST_STREAMS} open"):
-        streams.open("bob", "n1", None, "1:1:0", 80)
+        streams.open_port("bob", "n1", None, "1:1:0", 80)
     assert len(streams.wanted("n1")) == MOST_OF_USER
     now[0] = IDLE_S
-    streams.of_user(opened[0].id, "ann")
     streams.of_node(opened[0].id, None)
-    streams.of_user(opened[1].id, "ann")  # but not its node
+    streams.of_user(opened[0].id, "ann")
+    streams.of_node(opened[1].id, None)  # but not its user
+    with pytest.raises(EngineError, match="node n1 has not answered for 60 s"):
+        streams.of_user(opened[2].id, "ann")  # but not its node
     now[0] = IDLE_S + 1
     assert streams.of_user(opened[0].id, "ann") is opened[0]
     with pytest.raises(UsageError, match="no stream"):
         streams.of_user(opened[1].id, "ann")
     assert streams.wanted("n1") == ()
     assert changed.count("n1") > MOST_OF_USER
-    streams.open("bob", "n1", None, "1:1:0", 80)
+    streams.open_port("bob", "n1", None, "1:1:0", 80)
 
 
 def test_stream_is_of_its_user_and_its_node_only() -> None:
-    streams = PortStreams(lambda: 0.0, lambda _: None)
-    stream = streams.open("ann", "n1", "f" * 64, "1:1:0", 80)
+    streams = JobStreams(lambda: 0.0, lambda _: None)
+    stream = streams.open_port("ann", "n1", "f" * 64, "1:1:0", 80)
     for peer in (None, "e" * 64):
         with pytest.raises(UsageError, match="no stream"):
             streams.of_node(stream.id, peer)
@@ -171,12 +173,28 @@ def test_only_running_jobs_have_ports_and_their_node_is_told(api: Api) -> None:
     stream = api.post(f"/api/v1/jobs/{job}/streams", {"port": 6006}).json()["stream"]
     report = {"report": {"node": node, "starts": [{"key": start.key, "state": "running"}]}}
     told = api.post("/api/v1/sync", report, NODE).json()["orders"]["streams"]
-    assert told == [{"id": stream, "start": start.key, "port": 6006}]
+    assert told == [{"id": stream, "start": start.key, "port": 6006, "follow": False}]
     failure = f"/api/v1/node-streams/{stream}/failure"
     assert api.post(failure, {"reason": "nothing listens"}, NODE).status_code == 200
     assert api.post("/api/v1/sync", report, NODE).json()["orders"]["streams"] == []
     assert "nothing listens" in str(api.get(f"/api/v1/streams/{stream}?offset=0"))
     assert f"port 6006 of job {job}" in str(api.get("/api/v1/audit"))
+
+
+def test_port_of_another_rank_is_asked_of_its_node(api: Api) -> None:
+    job = api.submit(gpus=2, machines=2)
+    for node in ("n1", "n2"):
+        (start,) = api.sync(node=node)
+        api.sync(StartReport(start.key, "running"), node=node)
+    opened = api.post(f"/api/v1/jobs/{job}/streams", {"port": 6006, "rank": 1}).json()
+    assert opened["node"] == "n2"
+    told = {
+        node: api.post("/api/v1/sync", {"report": {"node": node}}, NODE).json()["orders"]["streams"]
+        for node in ("n1", "n2")
+    }
+    assert told == {"n1": [], "n2": [{"id": opened["stream"], "start": f"{job}:1:1", "port": 6006, "follow": False}]}
+    answer = api.post(f"/api/v1/jobs/{job}/streams", {"port": 6006, "rank": 2})
+    assert (answer.status_code, answer.json()["error"]) == (400, f"job {job} has no rank 2")
 
 
 def test_port_is_the_jobs_only_if_its_processes_listen(tmp_path: Path) -> None:

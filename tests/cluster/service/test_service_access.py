@@ -28,7 +28,7 @@ from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.peer_certificate import PeerCertificateProtocol
 from headway.cluster.service.plane import ControlPlane
 from headway.cluster.service.rate_limit import RateLimiter
-from headway.cluster.service.secret_store import SecretStore, secrets_key
+from headway.cluster.service.secret_store import SecretStore
 from headway.cluster.service.store import ServiceStore
 from headway.cluster.service.tables import open_database, sqlite_url
 from headway.cluster.service.tenant_changes import parents_first, tenants_at_start
@@ -250,9 +250,9 @@ def test_secret_cannot_be_moved_to_another_tenant_in_the_database(shared: Access
         )
     connection.close()
     with shared.accounts._store.read() as reading:
-        assert shared.plane.secrets.values(reading, "1", "blue", ["KEY"]) == {"KEY": "theirs"}
-        assert shared.plane.secrets.values(reading, "1", "red", ["KEY"]) is None
-        assert SecretStore(b"x" * 32).values(reading, "1", "blue", ["KEY"]) is None
+        assert shared.plane.secrets.values(reading, "1", ("blue",), ["KEY"]) == {"KEY": "theirs"}
+        assert shared.plane.secrets.values(reading, "1", ("red",), ["KEY"]) is None
+        assert SecretStore(b"x" * 32).values(reading, "1", ("blue",), ["KEY"]) is None
 
 
 def test_job_whose_secret_nobody_has_is_refused(shared: AccessWorld) -> None:
@@ -260,15 +260,6 @@ def test_job_whose_secret_nobody_has_is_refused(shared: AccessWorld) -> None:
     answer = shared.ask("red-member", "POST", "/api/v1/jobs", submission(secrets={"THEIRS": ""}) | {"secrets": {}})
     assert answer.status_code == 400
     assert "headway secrets set THEIRS" in answer.json()["hint"]
-
-
-def test_key_of_secrets_is_private_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = secrets_key(tmp_path)
-    assert secrets_key(tmp_path) == key
-    assert (tmp_path / "secrets.key").stat().st_mode & 0o777 == 0o600
-    monkeypatch.setenv("HEADWAY_SECRETS_KEY", "short")
-    with pytest.raises(UsageError, match="HEADWAY_SECRETS_KEY is no key"):
-        secrets_key(tmp_path)
 
 
 def test_secret_file_is_private_and_gone_after_the_job(world: AccessWorld, tmp_path: Path) -> None:

@@ -33,7 +33,17 @@ from headway.cluster.service.node_routes import add_code_routes, add_node_routes
 from headway.cluster.service.operation_routes import MOST_LINES, add_operation_routes
 from headway.cluster.service.ownership import own_key, own_request
 from headway.cluster.service.roles import Principal, may_change_job, visible_tenants
-from headway.cluster.service.stream_routes import OpenedStream, PortRequest, add_stream_routes, open_stream
+from headway.cluster.service.secret_keys import SecretKeys
+from headway.cluster.service.stream_routes import (
+    JobLog,
+    LogRequest,
+    OpenedStream,
+    PortRequest,
+    add_stream_routes,
+    list_job_logs,
+    open_log,
+    open_port,
+)
 from headway.cluster.service.tenant_routes import add_tenant_routes
 from headway.cluster.service.uploaded_code import CodeStore
 from headway.cluster.service.views import find_jobs, list_jobs, list_nodes, tenant_jobs
@@ -91,6 +101,7 @@ def make_app(
     guard: GuardSettings | None = None,
     authority: Authority | None = None,
     code: CodeStore | None = None,
+    secret_keys: SecretKeys | None = None,
 ) -> FastAPI:
     """The application of a service; `user_token` acts for the first admin."""
     accounts = accounts or Accounts(service.store, time.time)
@@ -111,7 +122,7 @@ def make_app(
     add_node_routes(app, service, authority)
     add_code_routes(app, service, code)
     add_access_routes(app, service, accounts)
-    add_tenant_routes(app, service, accounts)
+    add_tenant_routes(app, service, accounts, secret_keys)
     return app
 
 
@@ -187,7 +198,18 @@ def _add_job_routes(app: FastAPI, service: LiveService) -> None:
     @app.post("/api/v1/jobs/{job}/streams")
     async def connect(job: JobName, body: PortRequest, caller: Caller) -> OpenedStream:
         name = await run_in_threadpool(to_change, job, caller)
-        return await open_stream(plane, store, caller.user, name, body.port)
+        return await open_port(plane, store, caller.user, name, body)
+
+    @app.get("/api/v1/jobs/{job}/logs")
+    def logs(job: JobName, caller: Caller) -> list[JobLog]:
+        name = listed(job, caller)[0]["id"]
+        with store.read() as connection:
+            return list_job_logs(connection, name)
+
+    @app.post("/api/v1/jobs/{job}/logs")
+    async def receive_log(job: JobName, body: LogRequest, caller: Caller) -> OpenedStream:
+        rows = await run_in_threadpool(listed, job, caller)
+        return await open_log(plane, store, caller.user, rows[0]["id"], body)
 
     @app.post("/api/v1/jobs/{job}/{verb}")
     def change(job: JobName, verb: Literal["cancel", "hold", "release"], caller: Caller) -> dict[str, Any]:

@@ -1,18 +1,20 @@
 """Certificates of the service: an authority of its own, which signs the server's and, when they join, those of nodes.
 
 <folder>/
-  ca.pem ca.key           the authority, made at the first start
+  ca.pem ca.key           the authority, made at the first start; signed again, for the same key, before it ends
   server.pem server.key   what the service shows, signed by it; made again when it is to answer to another name
 
-Keys have mode 0600. Users and nodes pin the SHA-256 of server.pem. A node shows its certificate in the TLS handshake,
-and the service knows it by the fingerprint that was recorded when it joined: replacing that entry revokes it.
+Keys have mode 0600. Users and nodes pin the SHA-256 of server.pem, so it does not end by its date. A node shows its
+certificate in the TLS handshake, and the service knows it by the fingerprint that was recorded when it joined:
+replacing that entry revokes it, and those that it was renewed by (renewals.py).
 """
 
 import contextlib
 import ipaddress
 import os
 import ssl
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,10 +30,14 @@ from headway.cluster.engines.scripts import replace_file
 from headway.errors import EngineError, UsageError
 
 VALID = timedelta(days=3650)
-"""Certificates are pinned or recorded, so they end by being replaced and not by their date."""
+"""Of the authority and the server."""
+NODE_VALID = timedelta(days=365)
+"""Of a node, which renews it when a third is left."""
 SKEW = timedelta(days=1)
 """How far a clock elsewhere may be behind."""
 Key: TypeAlias = ec.EllipticCurvePrivateKey
+Clock: TypeAlias = Callable[[], float]
+"""Unix seconds."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +63,28 @@ class ServerTls:
 class Authority:
     """The service's own certificate authority."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, clock: Clock = time.time) -> None:
         """Read it from a folder, or make it there."""
-        self.file = folder / "ca.pem"
+        self.file, self._clock = folder / "ca.pem", clock
         folder.mkdir(mode=0o700, exist_ok=True)
         if not self.file.exists():
-            key, name = _write_key(folder / "ca.key"), _name("headway service")
-            usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-            certificate = (
-                _builder(name, name, key.public_key())
-                .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-                .add_extension(usage, critical=True)
-                .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-                .sign(key, hashes.SHA256())
-            )
-            replace_file(self.file, _pem(certificate))  # last: it proves that its key is there
+            key = _write_key(folder / "ca.key")
+            replace_file(self.file, _pem(self._sign_itself(key)))  # last: it proves that its key is there
         self._certificate, self._key = _read_pair(self.file, folder / "ca.key")
+        if clock() >= renewal_time(self._certificate):  # what it has signed stays valid: its key is the same
+            self._certificate = self._sign_itself(self._key)
+            replace_file(self.file, _pem(self._certificate))
+
+    def _sign_itself(self, key: Key) -> x509.Certificate:
+        name, public = _name("headway service"), key.public_key()
+        usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+        return (
+            _builder(name, name, public, self._clock(), VALID)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+            .sign(key, hashes.SHA256())
+        )
 
     def server(self, folder: Path, names: Sequence[str]) -> ServerTls:
         """The certificate of the server, for these names and addresses."""
@@ -82,25 +94,26 @@ class Authority:
                 return server_tls(file, private, self.file)
         key = _write_key(private)
         alternatives = x509.SubjectAlternativeName([_alternative(name) for name in names])
-        certificate = self._sign(names[0], key.public_key(), ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
+        certificate = self._sign(names[0], key.public_key(), VALID, ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
         replace_file(file, _pem(certificate))
         return server_tls(file, private, self.file)
 
     def sign_node(self, name: str, request: x509.CertificateSigningRequest) -> x509.Certificate:
-        """The certificate of a node that has joined."""
+        """The certificate of a node that has joined, or renews its own."""
         key = request.public_key()
         assert isinstance(key, ec.EllipticCurvePublicKey)
-        return self._sign(name, key, ExtendedKeyUsageOID.CLIENT_AUTH)
+        return self._sign(name, key, NODE_VALID, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def _sign(
         self,
         name: str,
         key: ec.EllipticCurvePublicKey,
+        valid: timedelta,
         usage: x509.ObjectIdentifier,
         alternatives: x509.SubjectAlternativeName | None = None,
     ) -> x509.Certificate:
         signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        builder = _builder(_name(name[:64]), self._certificate.subject, key)
+        builder = _builder(_name(name[:64]), self._certificate.subject, key, self._clock(), valid)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
         builder = builder.add_extension(signer, critical=False)
@@ -147,9 +160,24 @@ def key_digest(request: x509.CertificateSigningRequest) -> str:
 
 def signing_request(file: Path, name: str) -> str:
     """The signing request of a node, as PEM; its key is read from a file, or made there."""
-    key = _read_key(file) if file.exists() else _write_key(file)
+    return request_for_key(_read_key(file) if file.exists() else _write_key(file), name)
+
+
+def request_for_key(key: Key, name: str) -> str:
+    """The signing request of a node for its key, as PEM."""
     request = x509.CertificateSigningRequestBuilder().subject_name(_name(name[:64])).sign(key, hashes.SHA256())
     return request.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def new_key() -> Key:
+    """A key that nobody has."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def key_pem(key: Key) -> str:
+    """A private key as PEM, not encrypted."""
+    form = serialization.PrivateFormat.PKCS8
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()).decode()
 
 
 def certificate_pem(certificate: x509.Certificate) -> str:
@@ -157,8 +185,16 @@ def certificate_pem(certificate: x509.Certificate) -> str:
     return _pem(certificate)
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
+def renewal_time(certificate: x509.Certificate) -> float:
+    """When a certificate is to be renewed, in Unix seconds: once a third of its life is left."""
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return (ends - (ends - begins) / 3).timestamp()
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now_s: float, valid: timedelta
+) -> x509.CertificateBuilder:
+    now = datetime.fromtimestamp(now_s, UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -166,7 +202,7 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicK
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - SKEW)
-        .not_valid_after(now + VALID)
+        .not_valid_after(now + valid)
     )
 
 
@@ -193,15 +229,12 @@ def _names_of(file: Path) -> set[str]:
 
 def _write_key(file: Path) -> Key:
     """Make a key, and write it to a private file."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    text = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    key = new_key()
     partial = file.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(text)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(key_pem(key))
     partial.replace(file)
     return key
 

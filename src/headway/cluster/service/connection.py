@@ -37,10 +37,10 @@ class ServiceConnection:
         *,
         keep: bool = False,
         fingerprint: str | None = None,
-        certificate: tuple[Path, Path] | None = None,
+        certificate: Path | None = None,
     ) -> None:
-        """`fingerprint` is that of the service; `certificate` and its key are shown to it, by nodes instead of a
-        token."""
+        """`fingerprint` is that of the service; `certificate` is a file with one and its key, which nodes show instead
+        of a token. It is read for each connection, since it is renewed."""
         self.url, self._token, self._timeout_s, self._keep = url, token, timeout_s, keep
         self._fingerprint, self._certificate = fingerprint, certificate
         self._connection: http.client.HTTPConnection | None = None
@@ -119,7 +119,7 @@ class ServiceConnection:
         if self._fingerprint is not None:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         if self._certificate is not None:
-            context.load_cert_chain(*self._certificate)
+            context.load_cert_chain(self._certificate)
         connection = http.client.HTTPSConnection(
             parts.hostname or "", parts.port, timeout=self._timeout_s, context=context
         )

@@ -8,8 +8,9 @@ from sqlalchemy import bindparam, delete, insert, select, update
 
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.store import Transaction
-from headway.cluster.service.tables import allocations, few_at_a_time, jobs, nodes, ranks
+from headway.cluster.service.tables import allocations, few_at_a_time, former_ranks, jobs, nodes, ranks
 
+_PLACES = ("job", "start", "rank", "node")
 _STARTING = (
     update(jobs)
     .where(jobs.c.id == bindparam("job"))
@@ -25,7 +26,9 @@ def grant_starts(transaction: Transaction, decisions: Sequence[LiveDecision], wa
     known = _read(transaction, jobs.c.id, {*own, *(job for decision in decisions for job in decision.after)})
     specs = _read(transaction, nodes.c.name, {decision.grant[0][0] for decision in decisions})
     for some in few_at_a_time(own):
-        transaction.execute(delete(ranks).where(ranks.c.job.in_(some)))
+        mine = ranks.c.job.in_(some)
+        transaction.execute(insert(former_ranks).from_select(_PLACES, select(*ranks.c[_PLACES]).where(mine)))
+        transaction.execute(delete(ranks).where(mine))
     starting, held, granted = [], [], []
     for decision in decisions:
         job = known[decision.job]

@@ -8,6 +8,7 @@
     lock pid exit       held while it runs; its process group; its exit status
     signals ended       signals sent so far; when it was told to end
   scratch/<start>/      its private folder, which belongs to its user; as another user its task.sh is there
+  logs/                 where logs are: node_logs.py
 """
 
 import contextlib
@@ -27,12 +28,13 @@ from pydantic_core import from_json, to_json
 from headway.cluster.engines.engine import LaunchRequest, read_exit_report
 from headway.cluster.engines.local.jobs import is_locked
 from headway.cluster.engines.local.task_processes import LOCK_FD, boot_id, kill_task, reserve_lock_fd, start_lock
-from headway.cluster.engines.scripts import log_folder, log_path, replace_file, start_script, task_script
+from headway.cluster.engines.scripts import replace_file, start_script, task_script
 from headway.cluster.engines.submissions import request_from_json
 from headway.cluster.service.faults import WritePoints
 from headway.cluster.service.isolation import Isolation, make_scratch, remove_scratch, run_as, variables_of
 from headway.cluster.service.messages import StartReport, WantedStart, start_folder
 from headway.cluster.service.node import Starts
+from headway.cluster.service.node_logs import NodeLogs, is_here
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.run_progress import JobProgress, read_progress
 from headway.cluster.service.secret_files import names_of_files, write_secret_files
@@ -81,6 +83,8 @@ class HostStarts(Starts):
         self._folder, self._points = folder, points or WritePoints()
         self._isolation = isolation or Isolation()
         self._code, self._fetch = CodeStore(folder / "code"), fetch
+        self.logs = NodeLogs(folder / "logs")
+        """Of all starts, forgotten ones too."""
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "starts").mkdir(mode=0o700, parents=True, exist_ok=True)
         reserve_lock_fd()
@@ -158,24 +162,29 @@ class HostStarts(Starts):
         if "code" in request.site:
             assert self._fetch is not None, "whoever runs jobs can fetch their code"
             unpack(cached(self._code, request.site["code"], self._fetch), scratch / "code", user)
-        logs = log_folder(request.folder, wanted.key.split(":")[0])
-        log, enter = log_path(logs, wanted.number, wanted.rank), list[str]()
+        here = is_here(request.folder)
+        log = self.logs.place(wanted.key, request.folder if here else None, user)
+        folder = None if here else shlex.quote(str(scratch))
+        enter = list[str]()
         if self._isolation.cgroups is not None:
             entries = self._isolation.cgroups.create(own.name, request.cpus, request.memory_bytes)
             enter = [f'echo "$BASHPID" >{shlex.quote(str(entry))}' for entry in entries]
         if user is None:
             with umask_of(request.folder):
-                logs.mkdir(parents=True, exist_ok=True)
-            (own / "task.sh").write_text(task_script(request))
+                log.parent.mkdir(parents=True, exist_ok=True)
+            (own / "task.sh").write_text(task_script(request, folder=folder))
             (own / "start.sh").write_text(start_script(own / "task.sh", log, own, first=enter))
             return
-        first = [f"mkdir -p -- {shlex.quote(str(logs))} || exit 1", f"exec >>{shlex.quote(str(log))} 2>&1 || exit 1"]
+        first = list[str]()
+        if here:
+            first += [f"mkdir -p -- {shlex.quote(str(log.parent))} || exit 1"]
+            first += [f"exec >>{shlex.quote(str(log))} 2>&1 || exit 1"]
+            log = Path(os.devnull)
         request = replace(request, environment={**request.environment, **variables_of(user)})
         task = scratch / "task.sh"
-        task.write_text(task_script(request, first))
+        task.write_text(task_script(request, first, folder))
         task.chmod(0o644)  # only its user gets to it, through the folder
-        null = Path(os.devnull)
-        (own / "start.sh").write_text(start_script(task, null, own, first=enter, run_as=run_as(user)))
+        (own / "start.sh").write_text(start_script(task, log, own, first=enter, run_as=run_as(user)))
 
     def _scratch(self, own: Path) -> Path:
         return self._folder / "scratch" / own.name

@@ -5,6 +5,7 @@ complete, so a lost or repeated message does no harm: what the node does not kno
 it kills, and a start key is started once, whatever happens in between.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,9 +13,11 @@ from pydantic import TypeAdapter
 
 from headway.cluster.service.outcome import RankResult
 from headway.cluster.service.run_progress import JobProgress
+from headway.errors import UsageError
 
 PROTOCOL = 1
 """Version of what is said here: nodes and service must agree."""
+_KEY = re.compile(r"([0-9]+(?:_[0-9]+)?):([0-9]+):([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,15 @@ class WantedStart:
 
 @dataclass(frozen=True)
 class WantedStream:
-    """A connection that the service wants to a port of a start."""
+    """What the service wants of a start: a connection to a port, or its log."""
 
     id: str
     start: str
     """Key of the start."""
-    port: int
+    port: int = 0
+    """To connect to; 0: its log is wanted."""
+    follow: bool = False
+    """Whether the log is wanted until the start has ended."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class NodeOrders:
     begin_within_s: float = 60.0
     """Since the report that they answer was sent: later, what they ask for may have been given up."""
     streams: tuple[WantedStream, ...] = ()
-    """Those for which it has not connected yet."""
+    """Those that it has not heard of yet."""
 
 
 REPORT = TypeAdapter(NodeReport)
@@ -96,6 +102,14 @@ ORDERS = TypeAdapter(NodeOrders)
 def start_key(job: str, start: int, rank: int) -> str:
     """The key of one start of a job on one of its nodes."""
     return f"{job}:{start}:{rank}"
+
+
+def parse_start_key(key: str) -> tuple[str, int, int]:
+    """The job, start and rank of a start's key; UsageError for what is none: it becomes the name of files."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise UsageError(f"{key!r} is no start of a job")
+    return match[1], int(match[2]), int(match[3])
 
 
 def start_folder(key: str) -> str:

@@ -2,7 +2,8 @@
 
 <folder>/
   node.json                 the service, this node's name, and as whom its jobs run
-  node.key certificate.pem  what it shows to the service
+  certificate.pem           what it shows to the service, and the key of that: node_certificate.py
+  node.key                  the key that it asked to join with
   lock epoch starts/        as host_starts.py has them
 """
 
@@ -20,6 +21,7 @@ from headway.cluster.service.certificates import signing_request
 from headway.cluster.service.connection import ServiceConnection
 from headway.cluster.service.isolation import Isolation, isolation_of
 from headway.cluster.service.join import check_name
+from headway.cluster.service.node_certificate import NodeCertificate
 from headway.cluster.service.node_process import run_agent
 from headway.errors import EngineError, UnknownNode, UsageError
 
@@ -60,7 +62,7 @@ def join_cluster(folder: Path, settings: NodeSettings, token: str) -> None:
     body = {"token": token, "name": settings.name, "spec": spec, "request": request}
     connection = ServiceConnection(settings.url, None, fingerprint=settings.fingerprint)
     answer = connection.post("/api/v1/join", body)
-    replace_file(folder / CERTIFICATE, answer["certificate"])
+    replace_file(folder / CERTIFICATE, answer["certificate"] + (folder / KEY).read_text(), private=True)
     fields = asdict(settings) | {"spec": settings.spec | {"tenants": answer["tenants"]}}
     replace_file(folder / SETTINGS, json.dumps({"format": 1, **fields}, indent=1) + "\n")
 
@@ -77,6 +79,14 @@ def read_settings(folder: Path) -> NodeSettings:
         raise EngineError(f"cannot read {folder / SETTINGS}: {error}", hint="join again in another folder") from None
 
 
+def trust_service(folder: Path, fingerprint: str) -> NodeSettings:
+    """Have a node that has joined expect another certificate of its service, and return what it expected before."""
+    settings = read_settings(folder)
+    fields = asdict(replace(settings, fingerprint=fingerprint))
+    replace_file(folder / SETTINGS, json.dumps({"format": 1, **fields}, indent=1) + "\n")
+    return settings
+
+
 def _isolation(folder: Path, settings: NodeSettings) -> Isolation:
     tenants = settings.spec.get("tenants") or [""]  # before it has joined: the only one, which the answer names
     return isolation_of(folder, tenants, settings.users, jobs_as_root=settings.jobs_as_root)
@@ -90,14 +100,20 @@ def run_node(folder: Path, *, jobs_as_root: bool = False) -> int:
     isolation = _isolation(folder, settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    certificate = (folder / CERTIFICATE, folder / KEY)
+    certificate = NodeCertificate(folder / CERTIFICATE, folder / KEY, settings.name)
     connection = ServiceConnection(
-        settings.url, None, keep=True, fingerprint=settings.fingerprint, certificate=certificate
+        settings.url, None, keep=True, fingerprint=settings.fingerprint, certificate=certificate.file
     )
     print(f"node {settings.name} of {settings.url}: Ctrl-C ends its agent; jobs go on", file=sys.stderr, flush=True)
     try:
         return run_agent(
-            settings.name, folder, connection, lambda: not stopping.is_set(), spec=settings.spec, isolation=isolation
+            settings.name,
+            folder,
+            connection,
+            lambda: not stopping.is_set(),
+            spec=settings.spec,
+            isolation=isolation,
+            certificate=certificate,
         )
     except UnknownNode as error:
         if isolation.cgroups is not None:

@@ -22,6 +22,7 @@ from headway.cluster.service.host_starts import HostStarts
 from headway.cluster.service.isolation import Isolation
 from headway.cluster.service.messages import ORDERS, PROTOCOL
 from headway.cluster.service.node import ClusterNode
+from headway.cluster.service.node_certificate import NodeCertificate
 from headway.cluster.service.node_health import CHECK_S, look, problems
 from headway.cluster.service.node_streams import NodeStreams
 from headway.errors import EngineUnreachable, HeadwayError, UnknownNode
@@ -51,11 +52,12 @@ def run_agent(
     go_on: Callable[[], bool],
     spec: Mapping[str, Any] | None = None,
     isolation: Isolation | None = None,
+    certificate: NodeCertificate | None = None,
 ) -> int:
     """Report and obey for as long as `go_on` says so; then jobs go on, and the next agent of the folder finds them.
 
-    `spec` is what the node has, which is then looked after; without `isolation` jobs run as this process's user.
-    UnknownNode if the node was removed."""
+    `spec` is what the node has, which is then looked after; without `isolation` jobs run as this process's user; a
+    `certificate` is renewed before it ends. UnknownNode if the node was removed."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if isolation is not None and isolation.users:
         folder.chmod(0o711)  # other users get through it to their scratch folders
@@ -67,7 +69,7 @@ def run_agent(
         starts = HostStarts(
             folder, write_points(), isolation, lambda digest: connection.get_bytes(f"/api/v1/code/{digest}")
         )
-        agent, streams = ClusterNode(name, starts), NodeStreams(folder / "starts", connection)
+        agent, streams = ClusterNode(name, starts), NodeStreams(folder / "starts", starts.logs, connection)
         version: int | None = None
         sent: object = None
         printed, checked = "", -math.inf
@@ -78,6 +80,8 @@ def run_agent(
             report = to_jsonable_python(agent.report())
             wait_s = 0.0 if report != sent else BUSY_S if starts.busy else IDLE_S
             try:
+                if certificate is not None and certificate.keep_valid(connection):
+                    print(f"node {name}: its certificate is renewed", file=sys.stderr, flush=True)
                 fields = {"report": report, "protocol": PROTOCOL}
                 answer = connection.post("/api/v1/sync", fields | {"version": version, "wait_s": wait_s})
             except UnknownNode:

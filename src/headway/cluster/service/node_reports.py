@@ -10,11 +10,12 @@ from typing import Any
 from sqlalchemy import Row, bindparam, select, update
 
 from headway.cluster.service.fleet import Fleet, JobControl
+from headway.cluster.service.job_streams import JobStreams
 from headway.cluster.service.messages import NodeOrders, NodeReport, StartReport, WantedStart, start_key
 from headway.cluster.service.node_changes import NodeChanges
 from headway.cluster.service.node_state import node_state, unwanted_starts
 from headway.cluster.service.outcome import RankResult
-from headway.cluster.service.port_streams import PortStreams
+from headway.cluster.service.roles import lineage_of
 from headway.cluster.service.run_progress import JobProgress
 from headway.cluster.service.secret_store import SecretStore
 from headway.cluster.service.store import ServiceStore, Transaction
@@ -47,7 +48,7 @@ class NodeReports:
         fleet: Fleet,
         node_changes: NodeChanges,
         secrets: SecretStore,
-        streams: PortStreams,
+        streams: JobStreams,
         speed: float,
     ) -> None:
         self._store, self._control, self._fleet, self._node_changes = store, control, fleet, node_changes
@@ -143,9 +144,10 @@ class NodeReports:
         names = {row.job: json.loads(row.request)["secrets"] for row in rows if _is_fresh(row)}
         if not any(names.values()):
             return {}
+        tenants = (self._store.lines.cluster or {}).get("tenants", ())
         with self._store.read() as connection:
             return {
-                row.job: self._secrets.values(connection, row.job, row.tenant, names[row.job])
+                row.job: self._secrets.values(connection, row.job, lineage_of(tenants, row.tenant), names[row.job])
                 for row in rows
                 if names.get(row.job)
             }

@@ -20,7 +20,6 @@ from headway.cluster.service.join import (
 from headway.cluster.service.live_service import LiveService
 from headway.cluster.service.messages import PROTOCOL, REPORT
 from headway.cluster.service.node_reports import check_code
-from headway.cluster.service.peer_certificate import PEER
 from headway.cluster.service.uploaded_code import CodeStore
 from headway.errors import EngineError
 
@@ -73,6 +72,20 @@ class Joined(BaseModel):
     """Whose jobs it runs."""
 
 
+class RenewalRequest(BaseModel):
+    """What a node sends for its next certificate."""
+
+    model_config = ConfigDict(extra="forbid")
+    request: str = Field(max_length=10_000)
+    """Signing request with a new key, as PEM."""
+
+
+class Renewal(BaseModel):
+    """The next certificate of a node; the one before stays valid until its end."""
+
+    certificate: str
+
+
 class NodeChange(BaseModel):
     """What an operator's request has changed."""
 
@@ -102,7 +115,7 @@ def add_node_routes(app: FastAPI, service: LiveService, authority: Authority | N
         if body.version is not None:
             await changes.wait(report.node, body.version, body.wait_s)
         version = changes.version(report.node)
-        peer = request.scope.get(PEER)
+        peer = plane.certificates.shown(request.scope)
         orders = plane.reports.repeated(report, peer)
         orders = orders or await to_thread.run_sync(plane.sync, report, peer, limiter=threads)
         return plain_answer({"version": version, "orders": orders})
@@ -110,6 +123,11 @@ def add_node_routes(app: FastAPI, service: LiveService, authority: Authority | N
     @app.post("/api/v1/join")
     def join_cluster(asked: JoinRequest) -> Joined:
         return Joined(**join(plane, store, _authority(authority), asked))
+
+    @app.post("/api/v1/renew-certificate")
+    def renew(body: RenewalRequest, request: Request) -> Renewal:
+        signer = _authority(authority)
+        return Renewal(certificate=plane.certificates.renew(signer, request.scope, body.request, plane.wall_s))
 
     @app.post("/api/v1/join-tokens")
     def join_token(body: JoinTokenRequest) -> JoinToken:
@@ -154,7 +172,7 @@ def add_code_routes(app: FastAPI, service: LiveService, code: CodeStore | None) 
 
     @app.get("/api/v1/code/{digest}", response_class=Response)
     def get_code(digest: Digest, request: Request) -> Response:
-        check_code(service.store, digest, request.scope.get(PEER))
+        check_code(service.store, digest, service.plane.certificates.shown(request.scope))
         return Response(store().get(digest), media_type="application/gzip")
 
 

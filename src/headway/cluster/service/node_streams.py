@@ -1,4 +1,7 @@
-"""Connects streams to ports of jobs on a node: on its loopback address, to nothing but what the job listens on."""
+"""The streams of a node: to ports of its jobs, and from their logs.
+
+Ports are those of the loopback address, and of them only what the job listens on; logs are those of jobs that ran here.
+"""
 
 import contextlib
 import os
@@ -12,11 +15,14 @@ import psutil
 
 from headway.cluster.service.connection import ServiceConnection
 from headway.cluster.service.messages import WantedStream, start_folder
-from headway.cluster.service.stream_carrier import carry
+from headway.cluster.service.node_logs import NodeLogs
+from headway.cluster.service.stream_carrier import carry, send
 from headway.errors import EngineError, HeadwayError
 
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 10.0
+POLL_S = 0.5
+"""Between looks at a log that may grow."""
 _LISTENS_THERE = {LOOPBACK, "0.0.0.0", "::", "::ffff:127.0.0.1"}
 """Addresses of listeners that a connection to the loopback address may reach."""
 
@@ -24,13 +30,13 @@ _LISTENS_THERE = {LOOPBACK, "0.0.0.0", "::", "::ffff:127.0.0.1"}
 class NodeStreams:
     """The streams of a node, a thread each; `starts` is the folder of its starts."""
 
-    def __init__(self, starts: Path, connection: ServiceConnection) -> None:
-        self._starts, self._connection = starts, connection
+    def __init__(self, starts: Path, logs: NodeLogs, connection: ServiceConnection) -> None:
+        self._starts, self._logs, self._connection = starts, logs, connection
         self._begun: frozenset[str] = frozenset()
         """Those of the newest orders: an older order may repeat them."""
 
     def begin(self, wanted: Sequence[WantedStream]) -> None:
-        """Connect for the streams of orders that are new."""
+        """Carry the streams of orders that are new."""
         for stream in wanted:
             if stream.id not in self._begun:
                 threading.Thread(target=self._run, args=(stream,), daemon=True).start()
@@ -38,16 +44,29 @@ class NodeStreams:
 
     def _run(self, stream: WantedStream) -> None:
         path = f"/api/v1/node-streams/{stream.id}"
-        error: OSError | HeadwayError | None
+        error: OSError | HeadwayError | None = None
         try:
-            error = carry(self._connect(stream), self._connection, path)
-        except (OSError, EngineError) as refusal:
+            if stream.port:
+                error = carry(self._connect(stream), self._connection, path)
+            else:
+                self._send_log(stream, path)
+        except (OSError, HeadwayError) as refusal:
             error = refusal
         if error is None:
             return
-        reason = error.message if isinstance(error, HeadwayError) else f"port {stream.port}: {error.strerror or error}"
+        what = f"port {stream.port}" if stream.port else "its log"
+        reason = error.message if isinstance(error, HeadwayError) else f"{what}: {error.strerror or error}"
         with contextlib.suppress(HeadwayError), closing(self._connection.another()) as connection:
             connection.post(f"{path}/failure", {"reason": reason[:400]})
+
+    def _send_log(self, stream: WantedStream, path: str) -> None:
+        own = self._starts / start_folder(stream.start)
+
+        def runs() -> bool:
+            return stream.follow and (own / "start.json").exists() and not (own / "exit").exists()
+
+        with closing(self._connection.another()) as connection:
+            send(self._logs.parts(stream.start, runs, POLL_S), connection, path, lambda: True, lambda: None)
 
     def _connect(self, stream: WantedStream) -> socket.socket:
         if not listens(self._starts, stream.start, stream.port):

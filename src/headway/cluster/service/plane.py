@@ -25,14 +25,16 @@ from headway.cluster.service.granted_starts import grant_starts
 from headway.cluster.service.grants import LiveDecision
 from headway.cluster.service.group_commit import GroupCommit
 from headway.cluster.service.job_sizes import may_grow
+from headway.cluster.service.job_streams import JobStreams
 from headway.cluster.service.live_state import decided_line
 from headway.cluster.service.messages import NodeOrders, NodeReport
 from headway.cluster.service.new_jobs import NewJob, queue_jobs
 from headway.cluster.service.node_changes import NodeChanges
 from headway.cluster.service.node_reports import NodeReports
 from headway.cluster.service.offers import find_offers, record_offers
-from headway.cluster.service.port_streams import PortStreams
 from headway.cluster.service.record_lines import RecordLines
+from headway.cluster.service.renewals import NodeCertificates
+from headway.cluster.service.roles import lineage_of
 from headway.cluster.service.secret_store import KEY_BYTES, SecretStore, drop_job_secrets, missing_secrets
 from headway.cluster.service.store import ServiceStore, Transaction
 from headway.cluster.service.tables import (
@@ -77,8 +79,10 @@ class ControlPlane:
         """The nodes, for operators."""
         self.node_changes, self.changed = NodeChanges(), threading.Event()
         """Changes that nodes should look at, and whether the scheduler should."""
-        self.streams = PortStreams(monotonic, lambda node: self.node_changes.note((node,)))
+        self.streams = JobStreams(monotonic, lambda node: self.node_changes.note((node,)))
         """Connections of users to ports of jobs."""
+        self.certificates = NodeCertificates(store)
+        """Of nodes that have joined."""
         self.reports = NodeReports(store, self, self.fleet, self.node_changes, self.secrets, self.streams, speed)
         """What nodes say."""
 
@@ -197,7 +201,8 @@ class ControlPlane:
         """Keep the secrets that came with a submission; UsageError if one is missing."""
         if not request.secrets:
             return
-        missing = missing_secrets(transaction, tenant, request.secrets, values)
+        lineage = lineage_of(self.cluster.values["tenants"], tenant)
+        missing = missing_secrets(transaction, lineage, request.secrets, values)
         if missing:
             raise UsageError(
                 f"job {request.name} needs the secret {missing[0]}, which tenant {tenant} does not have",

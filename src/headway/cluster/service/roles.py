@@ -65,10 +65,12 @@ PERMISSIONS: dict[str, Need] = {
     "POST /api/v1/jobs/{job}/signal": _CHANGE,
     "POST /api/v1/jobs/{job}/priority": _CHANGE,
     "POST /api/v1/jobs/{job}/streams": _CHANGE,
+    "GET /api/v1/jobs/{job}/logs": _READ,
+    "POST /api/v1/jobs/{job}/logs": _READ,  # changes nothing
     "POST /api/v1/jobs/{job}/{verb}": _CHANGE,
     "PUT /api/v1/streams/{stream}": _CHANGE,  # of the caller only
-    "GET /api/v1/streams/{stream}": _CHANGE,
-    "DELETE /api/v1/streams/{stream}": _CHANGE,
+    "GET /api/v1/streams/{stream}": _READ,  # of the caller only; viewers may open logs
+    "DELETE /api/v1/streams/{stream}": _READ,
     "PUT /api/v1/node-streams/{stream}": NODES,
     "GET /api/v1/node-streams/{stream}": NODES,
     "POST /api/v1/node-streams/{stream}/failure": NODES,
@@ -81,6 +83,7 @@ PERMISSIONS: dict[str, Need] = {
     "POST /api/v1/simulate": _READ,  # changes nothing
     "GET /metrics": Permission("admin", "read"),  # of all tenants
     "POST /api/v1/join": OPEN,  # with a join token, which the route checks
+    "POST /api/v1/renew-certificate": NODES,
     "POST /api/v1/join-tokens": _ADMIN,
     "DELETE /api/v1/nodes/{node}": _ADMIN,
     "POST /api/v1/nodes/{node}/{verb}": _ADMIN,
@@ -98,6 +101,7 @@ PERMISSIONS: dict[str, Need] = {
     "PUT /api/v1/tenants/{tenant}": _MANAGE,
     "DELETE /api/v1/tenants/{tenant}": _MANAGE,
     "GET /api/v1/secrets": Permission("member", "read"),
+    "POST /api/v1/secrets:rekey": _ADMIN,
     "PUT /api/v1/secrets/{tenant}/{secret}": _SECRETS,
     "DELETE /api/v1/secrets/{tenant}/{secret}": _SECRETS,
     "GET /api/v1/audit": Permission("tenant-admin", "read"),
@@ -129,6 +133,14 @@ def subtree(tenants: Iterable[Mapping[str, Any]], top: str) -> frozenset[str]:
         if tenant["name"] == top or tenant.get("parent") in names:
             names.add(tenant["name"])
     return frozenset(names)
+
+
+def lineage_of(tenants: Iterable[Mapping[str, Any]], name: str) -> tuple[str, ...]:
+    """A tenant and those above it, nearest first."""
+    parents, lineage = {tenant["name"]: tenant.get("parent") for tenant in tenants}, [name]
+    while (above := parents.get(lineage[-1])) is not None:
+        lineage.append(above)
+    return tuple(lineage)
 
 
 def visible_tenants(principal: Principal, tenants: Iterable[Mapping[str, Any]]) -> frozenset[str] | None:

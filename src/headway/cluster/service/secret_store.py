@@ -1,59 +1,86 @@
-"""Secrets of tenants and jobs: in the database only encrypted, under a key that is kept elsewhere.
+"""Secrets of tenants and jobs: in the database only encrypted, under a key that is kept elsewhere (secret_keys.py).
 
 Each value is sealed with AES-256-GCM for its owner and name, so that whoever can write to the database can neither read
 a value nor hand one to another tenant's job. Values leave the service in the orders of the node that starts a job.
+A job gets those of its tenant and of the tenants above it; the nearest counts. A lineage is a tenant and those above.
 """
 
 import base64
-import binascii
 import json
-import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeAlias
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, Row, and_, delete, insert, select, update
 
-from headway.cluster.engines.scripts import replace_file
 from headway.cluster.service.audit import describe
 from headway.cluster.service.store import Transaction
-from headway.cluster.service.tables import job_secrets, tenant_secrets
+from headway.cluster.service.tables import job_secrets, jobs, tenant_secrets
 from headway.errors import UsageError
 
-KEY_FILE, VARIABLE = "secrets.key", "HEADWAY_SECRETS_KEY"
 KEY_BYTES, NONCE_BYTES = 32, 12
 MOST_BYTES = 64 * 1024
 """Of one value."""
+Reader: TypeAlias = Connection | Transaction
 
 
-def secrets_key(folder: Path) -> bytes:
-    """The key of a service: from $HEADWAY_SECRETS_KEY, which its children do not inherit, else from a private file."""
-    stated, file = os.environ.pop(VARIABLE, None), folder / KEY_FILE
-    if stated is not None:
-        return _decode(stated, f"${VARIABLE}")
-    if not file.exists():
-        replace_file(file, base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode() + "\n", private=True)
-    return _decode(file.read_text(), str(file))
+@dataclass(frozen=True)
+class Resealed:
+    """What a change of the key has come to."""
 
-
-def _decode(text: str, where: str) -> bytes:
-    try:
-        key = base64.b64decode(text.strip(), validate=True)
-    except binascii.Error:
-        key = b""
-    if len(key) != KEY_BYTES:
-        raise UsageError(f"{where} is no key", hint="32 bytes in Base64, for example openssl rand -base64 32")
-    return key
+    tenants: int
+    """Secrets of tenants that are sealed with the new key."""
+    jobs: int
+    """The same, of jobs."""
+    unreadable: int
+    """Those that no known key opens: they stay as they are."""
 
 
 class SecretStore:
     """Seals values, and opens them for the nodes that need them."""
 
-    def __init__(self, key: bytes) -> None:
-        self._cipher = AESGCM(key)
+    def __init__(self, key: bytes, former: Sequence[bytes] = ()) -> None:
+        """`former` are keys that open what was sealed before."""
+        self._ciphers = tuple(map(AESGCM, (key, *former)))
+        """The first seals."""
+
+    # -- keys
+
+    def use(self, key: bytes) -> None:
+        """Seal with a key from now on; what others have sealed can still be opened."""
+        self._ciphers = (AESGCM(key), *self._ciphers)
+
+    def accept(self, key: bytes) -> None:
+        """Open what a key has sealed, too."""
+        self._ciphers = (*self._ciphers, AESGCM(key))
+
+    def reseal(self, transaction: Transaction, key: bytes) -> Resealed:
+        """Seal everything that is stored with a key."""
+        counts = {True: 0, False: 0}
+        unreadable, cipher = 0, AESGCM(key)
+        for table, columns in ((tenant_secrets, ("tenant", "name")), (job_secrets, ("job",))):
+            for row in transaction.execute(select(table)).all():
+                owner = _of_tenant(row.tenant, row.name) if table is tenant_secrets else self._owner(transaction, row)
+                try:
+                    sealed = _seal(cipher, owner, self._open(owner, row.sealed))
+                except InvalidTag:
+                    unreadable += 1
+                    continue
+                mine = and_(*(table.c[column] == row._mapping[column] for column in columns))
+                transaction.execute(update(table).where(mine).values(sealed=sealed))
+                counts[table is tenant_secrets] += 1
+        return Resealed(counts[True], counts[False], unreadable)
+
+    @staticmethod
+    def _owner(transaction: Transaction, row: Row[Any]) -> str:
+        """Whom the values of a job are sealed for."""
+        tenant = transaction.execute(select(jobs.c.tenant).where(jobs.c.id == row.job)).scalar()
+        return _of_job(row.job, tenant or "")
 
     # -- of tenants
 
@@ -82,15 +109,18 @@ class SecretStore:
             rows = [{"job": job, "sealed": self._seal(_of_job(job, tenant), text)} for job in jobs]
             transaction.execute(insert(job_secrets), rows)
 
-    def values(self, connection: Connection, job: str, tenant: str, names: Sequence[str]) -> dict[str, str] | None:
-        """The values that a job is to have: those it was submitted with, else its tenant's; None if one is missing or
-        cannot be opened."""
+    def values(
+        self, connection: Connection, job: str, lineage: Sequence[str], names: Sequence[str]
+    ) -> dict[str, str] | None:
+        """The values that a job is to have: those it was submitted with, else those of its lineage; None if one is
+        missing or cannot be opened."""
         given = connection.execute(select(job_secrets.c.sealed).where(job_secrets.c.job == job)).scalar()
-        mine = (tenant_secrets.c.tenant == tenant) & tenant_secrets.c.name.in_(names)
-        stored = connection.execute(select(tenant_secrets).where(mine)).all()
         try:
-            values = {row.name: self._open(_of_tenant(tenant, row.name), row.sealed) for row in stored}
-            values |= {} if given is None else json.loads(self._open(_of_job(job, tenant), given))
+            values = {
+                row.name: self._open(_of_tenant(row.tenant, row.name), row.sealed)
+                for row in _nearest(connection, lineage, names)
+            }
+            values |= {} if given is None else json.loads(self._open(_of_job(job, lineage[0]), given))
         except InvalidTag:
             return None
         return {name: values[name] for name in names} if set(names) <= set(values) else None
@@ -98,12 +128,19 @@ class SecretStore:
     # -- sealing
 
     def _seal(self, owner: str, value: str) -> str:
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        return base64.b64encode(nonce + self._cipher.encrypt(nonce, value.encode(), owner.encode())).decode()
+        return _seal(self._ciphers[0], owner, value)
 
     def _open(self, owner: str, sealed: str) -> str:
         raw = base64.b64decode(sealed)
-        return self._cipher.decrypt(raw[:NONCE_BYTES], raw[NONCE_BYTES:], owner.encode()).decode()
+        for cipher in self._ciphers:
+            with suppress(InvalidTag):
+                return cipher.decrypt(raw[:NONCE_BYTES], raw[NONCE_BYTES:], owner.encode()).decode()
+        raise InvalidTag
+
+
+def _seal(cipher: AESGCM, owner: str, value: str) -> str:
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    return base64.b64encode(nonce + cipher.encrypt(nonce, value.encode(), owner.encode())).decode()
 
 
 def drop_job_secrets(transaction: Transaction, job: str) -> None:
@@ -111,10 +148,11 @@ def drop_job_secrets(transaction: Transaction, job: str) -> None:
     transaction.execute(delete(job_secrets).where(job_secrets.c.job == job))
 
 
-def missing_secrets(connection: Any, tenant: str, names: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """The names that neither a submission nor its tenant has a value for."""
-    mine = (tenant_secrets.c.tenant == tenant) & tenant_secrets.c.name.in_(names)
-    stored = set(connection.execute(select(tenant_secrets.c.name).where(mine)).scalars())
+def missing_secrets(
+    connection: Reader, lineage: Sequence[str], names: Sequence[str], values: Mapping[str, str]
+) -> list[str]:
+    """The names that neither a submission nor its tenant or one above has a value for."""
+    stored = {row.name for row in _nearest(connection, lineage, names)}
     return [name for name in names if name not in values and name not in stored]
 
 
@@ -125,6 +163,23 @@ def list_secrets(connection: Connection, tenants: Collection[str] | None) -> lis
     if tenants is not None:
         query = query.where(tenant_secrets.c.tenant.in_(tenants))
     return [dict(row._mapping) for row in connection.execute(query)]
+
+
+def list_inherited(connection: Connection, lineage: Sequence[str]) -> list[dict[str, Any]]:
+    """The secrets that a tenant has from those above it, without a word of whose they are."""
+    return [
+        {"tenant": lineage[0], "name": row.name, "changed": row.changed, "user": "", "inherited": True}
+        for row in _nearest(connection, lineage)
+        if row.tenant != lineage[0]
+    ]
+
+
+def _nearest(connection: Reader, lineage: Sequence[str], names: Sequence[str] | None = None) -> list[Row[Any]]:
+    """The secrets of a lineage, the nearest of each name (None: all names), by name."""
+    query = select(tenant_secrets).where(tenant_secrets.c.tenant.in_(lineage))
+    rows = connection.execute(query if names is None else query.where(tenant_secrets.c.name.in_(names))).all()
+    rows = sorted(rows, key=lambda row: (row.name, lineage.index(row.tenant)))
+    return [next(same) for _, same in groupby(rows, key=lambda row: row.name)]
 
 
 def _of_tenant(tenant: str, name: str) -> str:

@@ -138,6 +138,15 @@ maintenance = Table(
     Column("back_s", Float),
 )
 
+renewed_certificates = Table(
+    "renewed_certificates",
+    metadata,
+    Column("fingerprint", String(64), primary_key=True),
+    Column("first", String(64), nullable=False),  # the one that its node joined with
+    Column("ends", Float, nullable=False),  # Unix seconds
+)
+"""Certificates that nodes were given since they joined."""
+
 join_tokens = Table(
     "join_tokens",
     metadata,
@@ -226,6 +235,16 @@ allocations = Table(
     Index("allocations_by_time", "ended", "began"),
 )
 """What every start of a job has held: for usage."""
+
+former_ranks = Table(
+    "former_ranks",
+    metadata,
+    Column("job", String(40), primary_key=True),
+    Column("start", Integer, primary_key=True),
+    Column("rank", Integer, primary_key=True),
+    Column("node", String(128), nullable=False),
+)
+"""Where the earlier starts of a job ran: their logs are there."""
 
 folds = Table(
     "folds",

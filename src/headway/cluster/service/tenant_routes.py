@@ -1,6 +1,7 @@
 """The API of tenants and their secrets."""
 
 import re
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import FastAPI, Path
@@ -10,10 +11,11 @@ from headway.cluster.service.access_routes import Caller
 from headway.cluster.service.accounts import Accounts
 from headway.cluster.service.audit import describe
 from headway.cluster.service.live_service import LiveService
-from headway.cluster.service.roles import Principal, visible_tenants
-from headway.cluster.service.secret_store import MOST_BYTES, list_secrets
+from headway.cluster.service.roles import Principal, lineage_of, visible_tenants
+from headway.cluster.service.secret_keys import SecretKeys
+from headway.cluster.service.secret_store import MOST_BYTES, list_inherited, list_secrets
 from headway.cluster.service.tenant_changes import with_tenant, without_tenant
-from headway.errors import Forbidden, UsageError
+from headway.errors import EngineError, Forbidden, UsageError
 
 Gpus = Annotated[int, Field(ge=0, le=2**31)]
 TenantName = Annotated[str, Path(min_length=1, max_length=128)]
@@ -60,6 +62,16 @@ class SecretAnswer(BaseModel):
     changed: float
     user: str
     """Who set it last."""
+    inherited: bool = False
+    """Whether it is of a tenant above, which is not said."""
+
+
+class RekeyAnswer(BaseModel):
+    """Secrets that are sealed with the new key, and those that no known key opens."""
+
+    tenants: int
+    jobs: int
+    unreadable: int
 
 
 class SecretValue(BaseModel):
@@ -69,7 +81,7 @@ class SecretValue(BaseModel):
     value: str = Field(min_length=1, max_length=MOST_BYTES)
 
 
-def add_tenant_routes(app: FastAPI, service: LiveService, accounts: Accounts) -> None:
+def add_tenant_routes(app: FastAPI, service: LiveService, accounts: Accounts, keys: SecretKeys | None = None) -> None:
     """Add the routes of tenants and secrets to an application."""
     plane = service.plane
 
@@ -126,10 +138,10 @@ def add_tenant_routes(app: FastAPI, service: LiveService, accounts: Accounts) ->
         plane.change_tenants(lambda tenants: without_tenant(tenants, tenant))
         return removed
 
-    _add_secret_routes(app, service)
+    _add_secret_routes(app, service, keys)
 
 
-def _add_secret_routes(app: FastAPI, service: LiveService) -> None:
+def _add_secret_routes(app: FastAPI, service: LiveService, keys: SecretKeys | None) -> None:
     plane, store = service.plane, service.store
 
     def check_own(tenant: str, caller: Principal) -> None:
@@ -144,7 +156,16 @@ def _add_secret_routes(app: FastAPI, service: LiveService) -> None:
     def secrets(caller: Caller) -> list[SecretAnswer]:
         with store.read() as connection:
             seen = visible_tenants(caller, plane.cluster.values["tenants"])
-            return [SecretAnswer(**row) for row in list_secrets(connection, seen)]
+            rows = list_secrets(connection, seen)
+            if caller.tenant is not None:
+                rows += list_inherited(connection, lineage_of(plane.cluster.values["tenants"], caller.tenant))
+            return [SecretAnswer(**row) for row in rows]
+
+    @app.post("/api/v1/secrets:rekey")
+    def rekey() -> RekeyAnswer:
+        if keys is None:
+            raise EngineError("this service keeps the key of its secrets in memory only", hint="headway up does not")
+        return RekeyAnswer(**asdict(keys.rekey()))
 
     @app.put("/api/v1/secrets/{tenant}/{secret}")
     def set_secret(tenant: TenantName, secret: SecretName, body: SecretValue, caller: Caller) -> SecretAnswer:

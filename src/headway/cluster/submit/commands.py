@@ -1,7 +1,6 @@
 """Commands of any kind as jobs of the service: submitted from a folder, run there."""
 
 import getpass
-import os
 import re
 import secrets
 import shlex
@@ -64,7 +63,7 @@ def submit_command(
     memory = resources.memory_gib or settings.memory_gib
     folder = root.absolute() / FOLDER / f"{name}-{secrets.token_hex(4)}"
     digest, archive = pack_folder(Path.cwd()) if upload else ("", b"")
-    place = '"$HEADWAY_UPLOAD"' if upload else shlex.quote(os.getcwd())  # noqa: PTH109 (a word of a shell line)
+    place = '"$HEADWAY_UPLOAD"' if upload else shlex.quote(str(Path.cwd()))
     request = LaunchRequest(
         name=name,
         command=tuple(command),
@@ -77,7 +76,7 @@ def submit_command(
         grace_s=LaunchRequest.grace_s if settings.grace_s is None else settings.grace_s,
         environment=settings.environment,
         secrets=tuple(dict.fromkeys((*settings.secrets, *resources.secrets))),
-        setup=(f"cd -- {place}", *settings.setup),
+        setup=(f"cd -- {place} || {_complaint()}", *settings.setup),
         site=with_user(dict(site or {}) | ({"code": digest} if upload else {})),
     )
     if dry:
@@ -96,6 +95,11 @@ def submit_command(
     if repeated:
         folder.rmdir()
     return SubmittedCommand(request, job, repeated)
+
+
+def _complaint() -> str:
+    """Shell that ends a command whose folder is not on its machine."""
+    return '{ echo "headway: submit with --upload, or from a folder that is on $(hostname), too" >&2; exit 1; }'
 
 
 def with_user(site: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Streams between the users of `headway port-forward` and ports of jobs, as the service holds them.
+"""Streams between users and jobs, as the service holds them: connections to ports of a job, and its logs.
 
 Both ends are clients of the service, so it needs to reach neither: what one end puts, the other asks for. A part comes
 with the offset of its first byte, so that a request may be repeated; asking for an offset confirms all before it.
@@ -24,6 +24,8 @@ IDLE_S = 60.0
 """A stream of which one end has asked nothing for so long is closed."""
 WAIT_S = 2.0
 """How long a request waits for the other end."""
+ANSWER_S = 30.0
+"""How long a node may take to hear of a stream: it asks for its orders every few seconds."""
 
 
 class Direction:
@@ -84,8 +86,8 @@ class Direction:
 
 
 @dataclass
-class PortStream:
-    """A connection to a port of a job."""
+class JobStream:
+    """A connection to a port of a job, or the log of a start."""
 
     id: str
     user: str
@@ -93,53 +95,65 @@ class PortStream:
     peer: str | None
     """Fingerprint of the node's certificate; this machine's own nodes have none."""
     wanted: WantedStream
+    opened: float
     asked: dict[End, float]
     """When each end asked last."""
     dialled: bool = False
     """Whether the node has heard of it."""
     failure: str | None = None
-    """Why the node could not connect."""
+    """Why the node cannot carry it."""
     sent: dict[End, Direction] = field(default_factory=lambda: {"user": Direction(), "node": Direction()})
     """What each end has sent."""
 
 
-class PortStreams:
+class JobStreams:
     """The streams that are open; but for `wanted`, for one event loop. `clock` returns seconds that never go back."""
 
     def __init__(self, clock: Callable[[], float], changed: Callable[[str], None]) -> None:
         """`changed` is told of nodes whose orders have changed."""
         self._clock, self._changed = clock, changed
-        self._streams: dict[str, PortStream] = {}
+        self._streams: dict[str, JobStream] = {}
 
-    def open(self, user: str, node: str, peer: str | None, start: str, port: int) -> PortStream:
+    def open_port(self, user: str, node: str, peer: str | None, start: str, port: int) -> JobStream:
         """Have a node connect to a port of a start."""
+        return self._open(user, node, peer, WantedStream(_new_id(), start, port))
+
+    def open_log(self, user: str, node: str, peer: str | None, start: str, *, follow: bool) -> JobStream:
+        """Have a node send the log of a start: what it has so far, or all until the start has ended."""
+        stream = self._open(user, node, peer, WantedStream(_new_id(), start, follow=follow))
+        stream.sent["user"].ended = True  # nothing is sent to a log
+        return stream
+
+    def _open(self, user: str, node: str, peer: str | None, wanted: WantedStream) -> JobStream:
         self._close_idle()
         mine = sum(stream.user == user for stream in list(self._streams.values()))
         if mine >= MOST_OF_USER or len(self._streams) >= MOST_STREAMS:
             count, whose = (mine, f"user '{user}'") if mine >= MOST_OF_USER else (len(self._streams), "the service")
             raise EngineError(f"{whose} has {count} open connections to jobs", hint="close some of them")
-        name, now = secrets.token_urlsafe(16), self._clock()
-        stream = PortStream(name, user, node, peer, WantedStream(name, start, port), {"user": now, "node": now})
-        self._streams[name] = stream
+        now = self._clock()
+        stream = JobStream(wanted.id, user, node, peer, wanted, now, {"user": now, "node": now})
+        self._streams[wanted.id] = stream
         self._changed(node)
         return stream
 
     def wanted(self, node: str) -> tuple[WantedStream, ...]:
-        """The streams for which a node is still to connect."""
+        """The streams that a node has not heard of."""
         streams = list(self._streams.values())
         return tuple(stream.wanted for stream in streams if stream.node == node and not stream.dialled)
 
-    def of_user(self, name: str, user: str) -> PortStream:
-        """A stream, asked for by its user; EngineError if the node could not connect."""
+    def of_user(self, name: str, user: str) -> JobStream:
+        """A stream, asked for by its user; EngineError if the node cannot carry it, or has not heard of it in time."""
         stream = self._find(name)
         if stream is None or stream.user != user:
             raise _unknown(name)
-        stream.asked["user"] = self._clock()
+        now = stream.asked["user"] = self._clock()
+        if not stream.dialled and stream.failure is None and now - stream.opened > ANSWER_S:
+            self.close(stream, f"node {stream.node} has not answered for {now - stream.opened:.0f} s")
         if stream.failure is not None:
             raise EngineError(stream.failure)
         return stream
 
-    def of_node(self, name: str, peer: str | None) -> PortStream:
+    def of_node(self, name: str, peer: str | None) -> JobStream:
         """A stream, asked for by its node."""
         stream = self._find(name)
         if stream is None or stream.peer != peer:
@@ -150,8 +164,8 @@ class PortStreams:
             self._changed(stream.node)
         return stream
 
-    def close(self, stream: PortStream, failure: str | None = None) -> None:
-        """Forget a stream, or keep why its node could not connect until its user has heard of it."""
+    def close(self, stream: JobStream, failure: str | None = None) -> None:
+        """Forget a stream, or keep why its node cannot carry it until its user has heard of it."""
         stream.failure = failure
         if failure is None:
             self._streams.pop(stream.id, None)
@@ -161,7 +175,7 @@ class PortStreams:
         if not stream.dialled:
             self._changed(stream.node)
 
-    def _find(self, name: str) -> PortStream | None:
+    def _find(self, name: str) -> JobStream | None:
         self._close_idle()
         return self._streams.get(name)
 
@@ -170,6 +184,10 @@ class PortStreams:
         for stream in list(self._streams.values()):
             if now - min(stream.asked.values()) > IDLE_S:
                 self.close(stream)
+
+
+def _new_id() -> str:
+    return secrets.token_urlsafe(16)
 
 
 def _unknown(name: str) -> UsageError:
