@@ -11,7 +11,8 @@ Headway runs the trainer's own loop: weights to the sampler, generate, score, tr
 alone over the same requests, and the training step alone over the same rows, each on an idle device. TRL 1.16 runs
 `GRPOTrainer` with transformers' continuous batching, or with vLLM in its process; its packages may lie in a folder on
 PYTHONPATH. Every way runs in a process of its own; one that fails is named, and the others go on. The first step of
-each is short and not counted.
+each is short and not counted. A way that is stopped by --limit, or with this command by SIGTERM, keeps what it has
+measured: whole steps, or for how long its timed step had run.
 """
 
 import argparse
@@ -124,7 +125,7 @@ def main() -> None:
             result = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         print(json.dumps(result), flush=True)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the process of a way ends, too
+    signal.signal(signal.SIGTERM, stop)
     versions = {name: version_of(name) for name in PACKAGES}
     print("  ".join(f"{name} {version or 'MISSING'}" for name, version in versions.items()), flush=True)
     results = list[dict[str, Any]]()
@@ -136,7 +137,17 @@ def main() -> None:
             if options.device == "cuda":
                 about["device"] = torch.cuda.get_device_name()
             options.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+        if results[-1].get("stopped"):
+            break
     print_table(results)
+
+
+class Stopped(Exception):
+    """SIGTERM."""
+
+
+def stop(*_: Any) -> None:
+    raise Stopped
 
 
 def work_of(options: argparse.Namespace) -> Work:
@@ -156,18 +167,19 @@ def in_a_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     words += [*(["--tiny"] if options.tiny else []), "--set", *options.set]
     began = time.perf_counter()
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    why = f"took more than {options.limit:.0f} s"
+    why, stopped = f"took more than {options.limit:.0f} s", False
     try:
         output, _ = process.communicate(timeout=options.limit)
         why = f"exit status {process.returncode}"
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, Stopped) as error:
         end(process)
         output, _ = process.communicate()
+        if isinstance(error, Stopped):
+            why, stopped = "stopped by SIGTERM", True
     finally:
         end(process)
-    # A way of Headway has printed its whole step before it times its parts.
-    result = _last(output) or {"error": why, **_least(output)}
-    return {"way": name, "process_s": round(time.perf_counter() - began, 1), **result}
+    result = {"way": name, "process_s": round(time.perf_counter() - began, 1), **measured(output, why)}
+    return result | ({"stopped": True} if stopped else {})
 
 
 def end(process: "subprocess.Popen[str]") -> None:
@@ -178,16 +190,29 @@ def end(process: "subprocess.Popen[str]") -> None:
             process.wait()
 
 
-def _last(output: str) -> dict[str, Any] | None:
-    """The result that a process printed last."""
+def measured(output: str, why: str) -> dict[str, Any]:
+    """What a process printed last, and what it failed of; `why` it ended, if it had measured nothing.
+
+    A way of Headway prints its whole step before it times its parts, of which it may fail.
+    """
     texts = [text for text in output.splitlines() if text.startswith("{") and '"timed_since"' not in text]
-    return json.loads(texts[-1]) if texts else None
+    printed = [json.loads(text) for text in texts]
+    errors = [result["error"] for result in printed if "error" in result]
+    results = [result for result in printed if "error" not in result]
+    if not results:
+        return {"error": errors[-1] if errors else why, **_least(output)}
+    return results[-1] | ({"parts_failed": errors[-1]} if errors else {})
 
 
 def _least(output: str) -> dict[str, Any]:
     """What is known of a way that was stopped: its timed step had taken so long already."""
     begun = [json.loads(text)["timed_since"] for text in output.splitlines() if text.startswith('{"timed_since"')]
     return {"step_s_at_least": time.time() - begun[-1]} if begun else {}
+
+
+def tell_begin() -> None:
+    """Print that what follows is timed: it may be stopped by a limit."""
+    print(json.dumps({"timed_since": time.time()}), flush=True)
 
 
 def one_way(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -215,8 +240,9 @@ def print_table(results: Sequence[dict[str, Any]]) -> None:
     ours = [row for name, row in by_way.items() if name.startswith("headway") and not name.endswith("exact")]
     best = max((row["samples_s"] for row in ours), default=None)
     for result in results:
-        if "error" in result:
-            print(f"{result['way']}: {result['error']}")
+        for key in ("error", "parts_failed"):
+            if key in result:
+                print(f"{result['way']}: {result[key]}")
         if "step_s_at_least" in result and ours:
             least = result["step_s_at_least"]
             times = least / min(row["step_s"] for row in ours)
@@ -362,6 +388,8 @@ def headway(work: Work, options: argparse.Namespace, folder: Path, name: str) ->
 
     def noted(step: int, *rest: Any) -> Any:
         lengths["now"] = work.warm_lengths if step == 1 else work.lengths
+        if step == 2:
+            tell_begin()
         fed["last"] = take(step, *rest)
         return fed["last"]
 
@@ -571,8 +599,8 @@ def ends_of_steps(ends: list[float], device: torch.device) -> Any:
     class Ends(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(clock(device))
-            if len(ends) == 1:  # what follows is timed, and may be stopped by a limit
-                print(json.dumps({"timed_since": time.time()}), flush=True)
+            if len(ends) == 1:
+                tell_begin()
 
     return Ends()
 

@@ -80,16 +80,20 @@ class Proof:
         words = [str(options.mawps.resolve()), str(self.files), "--max-tokens", str(options.max_tokens)]
         subprocess.run([sys.executable, str(ROOT / "examples" / "mawps.py"), *words], check=True)
         build_chat_dataset(self.data, [self.files / "prompts.jsonl"], ChatOptions(str(options.model), prompts=True))
-        with self.parts(options.seeds[0], "warm") as parts:
-            self.before = self.correct(parts, 0)
-            train(parts, Deadline(parts.stop, self.device, 0.0))  # type: ignore[arg-type]
-        print(f"compiled: {self.seconds:.0f} s", flush=True)
+        self.warm_up(options.seeds[0])
         results = list[dict[str, Any]]()
         for number, seed in enumerate(options.seeds):
             share_s = (options.limit - self.seconds) / (len(options.seeds) - number)
             results.append(self.train(seed, time.monotonic() + share_s))
             self.write(results)
         return self.tell(results)
+
+    def warm_up(self, seed: int) -> None:
+        """Evaluate the model as it is, and make a step that does not count."""
+        with self.parts(seed, "warm") as parts:
+            self.before = self.correct(parts, 0)
+            train(parts, Deadline(parts.stop, self.device, 0.0))  # type: ignore[arg-type]
+        print(f"compiled: {self.seconds:.0f} s", flush=True)
 
     def recipe(self, seed: int) -> Recipe:
         """The recipe of a run."""
@@ -101,6 +105,9 @@ class Proof:
     @contextmanager
     def parts(self, seed: int, name: str) -> Iterator[Parts]:
         """Build a run."""
+        gc.collect()  # graphs and caches of the run before are in cycles, and its caller has let go of it by now
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         attempt = new_run(self.recipe(seed), self.folder / "runs", workers=1, name=name)
         run, recipe = attempt.folder, read_recipe(attempt.folder)
         torch.set_num_threads(attempt.threads)
@@ -114,10 +121,6 @@ class Proof:
         yield parts
         parts.feed.close()
         recorder.close()
-        del parts
-        gc.collect()  # graphs and caches of a run are in cycles
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def train(self, seed: int, until_s: float) -> dict[str, Any]:
         """Train until a time; return what came of it."""

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from chat_models import byte_tokenizer
+from headway.cli import rl
 from headway.cli.main import main
 from headway.cli.rl_view import step_ranges, token_in_context
 from headway.recipe import Recipe
 from headway.rl.rollout import AnswerScore, Rollout
-from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles
+from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, to_lines
 from headway.track import START, RunFolder, create_run, write_json
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "own.py", line 3, in exact\nKeyError: "target"\n'
@@ -202,6 +203,28 @@ def test_steps_without_weights_say_which_have_them(verb: str, make_run) -> None:
     assert "no checkpoint of step 2, whose weights sampled the rollouts of step 3" in done.stderr
     assert "there are rollouts and their weights for step 1;" in done.stderr
     assert "checkpoint.every_steps" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["mismatch", "replay"])
+def test_the_last_batch_whose_weights_are_kept_is_the_default(verb: str, make_run, monkeypatch) -> None:
+    run, asked = make_run((1, 2, 3)), list[dict[str, Any]]()
+
+    def answer(folder: RunFolder, request: dict[str, Any]) -> list[dict[str, Any]]:
+        asked.append(request)
+        rows = [json.loads(line) for line in to_lines(GROUPS).splitlines()]
+        of_trainer = [{key: row[key] for key in ("sample", "answer", "logprobs")} for row in rows]
+        return [{"ready": {}}, *(of_trainer if verb == "mismatch" else ({"rollout": row} for row in rows))]
+
+    monkeypatch.setattr(rl, "_messages", answer)
+    monkeypatch.setattr(rl, "_drawn", lambda *_: [])
+    done = headway("rl", verb, "policy", "--json")
+    assert done.returncode == 0, done.stderr
+    assert (json.loads(done.stdout)["step"], asked[0]["step"], asked[0]["version"]) == (1, 1, 0)
+
+    RolloutFiles(run).path(1).unlink()  # no weights are left: the last batch says so
+    done = headway("rl", verb, "policy")
+    assert done.returncode == 2
+    assert "no checkpoint of step 2, whose weights sampled the rollouts of step 3" in done.stderr
 
 
 def test_replay_without_the_prompts_says_where_they_were(make_run) -> None:

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from eventually import CEILING_S
 from headway.cli.data import app
+from headway.cli.data_progress import plain_progress
 from headway.cli.main import main
 from headway.cluster.engines.ray.engine import RayEngine
-from headway.data import open_dataset
+from headway.data import BuildProgress, open_dataset
 from headway.errors import DataError, EngineUnreachable
 
 runner = CliRunner()
@@ -227,3 +228,11 @@ def test_ctrl_c_does_not_wait_for_the_tokenizer(tmp_path):
     assert err.endswith("interrupted\n")
     assert "encoding" not in err, "it did not end before"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_line_of_progress_is_not_printed_twice(capsys):
+    show = plain_progress(every_s=0.0)
+    for done in (0, 1, 2, 500, 500, 1000):
+        show(BuildProgress("decode", done, 1000))
+    shares = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert shares == ["0%", "50%", "100%"]

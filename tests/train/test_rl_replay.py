@@ -91,6 +91,12 @@ def test_exact_runs_replay_with_the_same_bits(step: int, exact_run: RunFolder) -
 
 
 @pytest.mark.slow
+def test_the_last_batch_is_replayed_by_default(exact_run: RunFolder) -> None:
+    status, replayed = headway("rl", "replay", exact_run.name, "--runs", exact_run.path.parent)
+    assert (status, replayed["equal"], replayed["step"], replayed["version"]) == (0, True, 5, 4), replayed
+
+
+@pytest.mark.slow
 def test_exact_runs_of_two_workers_replay_in_one_process(prompts: Path, lab) -> None:
     lived = lab.train(recipe_of(prompts, exact=True, staleness=1), workers=2)
     assert lived.outcome.state == "finished", lived.outcome

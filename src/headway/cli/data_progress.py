@@ -24,7 +24,7 @@ _STAGES = {
 def build_progress() -> Iterator[Callable[[BuildProgress], None]]:
     """Yield what draws a bar on a terminal, else prints a line every few seconds; on stderr."""
     if not sys.stderr.isatty():
-        yield _plain_progress()
+        yield plain_progress()
         return
     with terminal_bars("{task.description:22}", "Bar", "Download", "TimeRemaining") as bars:
         tasks: dict[str, Any] = {}
@@ -37,15 +37,17 @@ def build_progress() -> Iterator[Callable[[BuildProgress], None]]:
         yield draw
 
 
-def _plain_progress(every_s: float = 5.0) -> Callable[[BuildProgress], None]:
-    printed_s: dict[str, float] = {}
+def plain_progress(every_s: float = 5.0) -> Callable[[BuildProgress], None]:
+    """Return what prints a line every few seconds, and none twice."""
+    printed: dict[str, tuple[float, str]] = {}
 
     def show(now: BuildProgress) -> None:
-        due = now.stage not in printed_s or time.monotonic() - printed_s[now.stage] >= every_s
-        if due:
-            printed_s[now.stage] = time.monotonic()
-            share = now.done_bytes / max(now.total_bytes, 1)
-            total = plural(now.total_bytes, "file") if now.stage == "probe" else source_size(now.total_bytes)
-            print(f"{_STAGES[now.stage]}: {share:.0%} of {total}", file=sys.stderr)
+        share = now.done_bytes / max(now.total_bytes, 1)
+        total = plural(now.total_bytes, "file") if now.stage == "probe" else source_size(now.total_bytes)
+        line = f"{_STAGES[now.stage]}: {share:.0%} of {total}"
+        at_s, last = printed.get(now.stage, (float("-inf"), ""))
+        if line != last and time.monotonic() - at_s >= every_s:
+            printed[now.stage] = time.monotonic(), line
+            print(line, file=sys.stderr)
 
     return show

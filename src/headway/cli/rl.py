@@ -36,7 +36,12 @@ CONDITIONS = ("device", "threads", "packages")
 OfStep = Annotated[
     int | None, typer.Option("--step", min=1, help="A step that learnt from the batch (default: the last batch).")
 ]
-Step = Annotated[int, typer.Option("--step", min=1, help="A step that learnt from the batch.")]
+OfWeights = Annotated[
+    int | None,
+    typer.Option(
+        "--step", min=1, help="A step that learnt from the batch (default: the last one whose weights are kept)."
+    ),
+]
 
 
 @app.command()
@@ -74,7 +79,7 @@ def samples(
 @app.command()
 def mismatch(
     run: Run,
-    step: Step,
+    step: OfWeights = None,
     limit: Annotated[int, typer.Option(min=0, help="Tokens to show, those that differ most.")] = 10,
     runs: Runs = None,
     json: Json = False,
@@ -85,6 +90,7 @@ def mismatch(
     Exits with 1 if any differ although the recipe has inference.exact.
     """
     folder, recipe = _policy_run(run, runs)
+    step = step or _last_with_weights(folder)
     batch = _finished_batch(folder, recipe, step)
     request = _request(folder, recipe, batch.header, "mismatch")
     messages = list(_messages(folder, request))
@@ -105,13 +111,14 @@ def mismatch(
 
 
 @app.command()
-def replay(run: Run, step: Step, runs: Runs = None, json: Json = False) -> None:
+def replay(run: Run, step: OfWeights = None, runs: Runs = None, json: Json = False) -> None:
     """Sample a batch again and compare every bit.
 
     The weights are those of the checkpoint that sampled it. Rewards are not computed again. Exits with 1 if a token, a
     log-probability or an end differs.
     """
     folder, recipe = _policy_run(run, runs)
+    step = step or _last_with_weights(folder)
     if recipe.rl is not None and recipe.rl.environment is not None:
         raise UsageError(
             f"run {folder.name} has rl.environment, and replay repeats answers of one turn only",
@@ -183,6 +190,19 @@ def _finished_batch(folder: RunFolder, recipe: Recipe, step: int) -> RolloutBatc
     )
 
 
+def _last_with_weights(folder: RunFolder) -> int:
+    """Return the first step of the last batch whose weights are kept, or of the last batch if there is none."""
+    return max(_with_weights(folder) or RolloutFiles(folder).steps(), default=1)
+
+
+def _with_weights(folder: RunFolder) -> list[int]:
+    """Return the first steps of the batches whose weights are there: the run's first ones, or a checkpoint's."""
+    files = RolloutFiles(folder)
+    checkpoints = {entry.step for entry in list_checkpoints(folder.checkpoints)}
+    headers = [header for header in map(files.header, files.steps()) if header is not None]
+    return [header.step for header in headers if header.version in checkpoints or header.chain == START]
+
+
 def _first_step(step: int, rl: Rl) -> int:
     return step - (step - 1) % rl.updates
 
@@ -198,7 +218,7 @@ def _request(folder: RunFolder, recipe: Recipe, header: BatchHeader, kind: str) 
         checkpoints = {entry.step: entry.path for entry in list_checkpoints(folder.checkpoints)}
         checkpoint = checkpoints.get(header.version)
         if checkpoint is None:
-            raise _no_weights(folder, recipe.rl, header, {*checkpoints})
+            raise _no_weights(folder, recipe.rl, header)
         if open_checkpoint(checkpoint).manifest.chain != header.chain:
             raise RunError(
                 f"the checkpoint of step {header.version} has other weights than those that sampled the rollouts of "
@@ -215,10 +235,8 @@ def _request(folder: RunFolder, recipe: Recipe, header: BatchHeader, kind: str) 
     }
 
 
-def _no_weights(folder: RunFolder, rl: Rl, header: BatchHeader, checkpoints: set[int]) -> UsageError:
-    files = RolloutFiles(folder)
-    headers = [header for header in map(files.header, files.steps()) if header is not None]
-    steps = [header.step for header in headers if header.version in checkpoints or header.chain == START]
+def _no_weights(folder: RunFolder, rl: Rl, header: BatchHeader) -> UsageError:
+    steps = _with_weights(folder)
     kept = "checkpoint.every_steps, keep_last and keep_every_steps decide which are kept"
     return UsageError(
         f"run {folder.name} has no checkpoint of step {header.version}, whose weights sampled the rollouts of step "

@@ -3,13 +3,14 @@
 A query goes through the keys of its sequence in tiles of `KEYS`, cut at absolute positions from the sequence's start,
 with an online softmax; so the order of its sums depends on its position alone. Queries of all heads that share a key
 head fill tiles of `ROWS` rows, and every product of a tile has the same shape (`batch_invariant.py` says why that is
-enough). A tile of which a query sees nothing changes none of its bits: it adds zeros, and multiplies by exp(0).
+enough). A tile of which a query sees nothing changes none of its bits: it adds zeros, and multiplies by exp(0). What
+goes row by row is only computed for rows that have a query: one of 16 in decoding.
 
 So it does not matter which queries are computed together, where in a row a document is, or in which pages its keys are.
 The backward pass is that of PyTorch's attention.
 
-Shapes, besides those of `models/`: P programs, each with Q queries of one sequence; M rows of a tile; A keys of a tile;
-S sequences; C tokens that keys are held of.
+Shapes, besides those of `models/`: P programs, each with Q queries of one sequence; M rows of a tile, the first R of
+which have queries; A keys of a tile; S sequences; C tokens that keys are held of.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,9 @@ KEYS = 64
 """Keys of a tile."""
 ELEMENTS = 2**18
 """Scores that are computed at a time, so that they stay in a core's cache."""
+LEAST = -87.0
+"""The least argument of an exponential. MKL's takes 15 to 50 times as long where the result is 0 or denormal, so keys
+that are not seen are weighted with 0 afterwards."""
 
 
 @dataclass(frozen=True)
@@ -117,24 +121,23 @@ def tiled_attention(
     step = max(1, ELEMENTS // (key_heads * rows * KEYS))
     for low in range(0, len(plan.tiles), step):
         here = slice(low, low + step)
-        queries_PQ = plan.queries_PQ[here]
-        programs = len(queries_PQ)
+        spans = plan.tiles[here]
+        most = max(last - first for first, last in spans) + 1
+        queries_PQ, programs = plan.queries_PQ[here, :most], len(spans)
         q_PQKGH = q_TNH[queries_PQ].unflatten(2, (key_heads, share))
         q_KPMH = q_PQKGH.permute(2, 0, 1, 3, 4).reshape(key_heads, programs, -1, size)
-        q_KPMH = torch.nn.functional.pad(q_KPMH, (0, 0, 0, rows - q_KPMH.shape[2]))
-        positions_PM = plan.positions_PQ[here].repeat_interleave(share, dim=1)
-        positions_PM = torch.cat((positions_PM, positions_PM[:, -1:].expand(-1, rows - positions_PM.shape[1])), dim=1)
-        spans = plan.tiles[here]
+        q_KPMH = torch.nn.functional.pad(q_KPMH, (0, 0, 0, rows - most * share))
+        positions_PR = plan.positions_PQ[here, :most].repeat_interleave(share, dim=1)
         slots_PA = plan.slots_SA[plan.sequences_P[here]]
-        y_KPMH = _online(q_KPMH, positions_PM, spans, slots_PA, keys_CKH, values_CKH, scale, window)
-        y_KPQGH = y_KPMH[:, :, : plan.queries * share].unflatten(2, (plan.queries, share))
+        y_KPRH = _online(q_KPMH, positions_PR, spans, slots_PA, keys_CKH, values_CKH, scale, window)
+        y_KPQGH = y_KPRH.unflatten(2, (most, share))
         y_TNH[queries_PQ] = y_KPQGH.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return y_TNH[:tokens]
 
 
 def _online(
     q_KPMH: Tensor,
-    positions_PM: Tensor,
+    positions_PR: Tensor,
     spans: tuple[tuple[int, int], ...],
     slots_PA: Tensor,
     keys_CKH: Tensor,
@@ -142,15 +145,18 @@ def _online(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Go through the key tiles of some programs."""
+    """Go through the key tiles of some programs, of whose rows the first R have queries."""
     key_heads, programs, rows, size = q_KPMH.shape
+    count = positions_PR.shape[1]
     q_GMH = q_KPMH.flatten(0, 1).contiguous()
     first = min(first for first, _ in spans)
     begin = 0 if window is None else max(0, first - window + 1) // KEYS
     end = max(last for _, last in spans) // KEYS + 1
-    peak_GM1 = q_GMH.new_full((len(q_GMH), rows, 1), float("-inf"))
-    total_GM1, sum_GMH = torch.zeros_like(peak_GM1), torch.zeros_like(q_GMH)
+    peak_GR1 = q_GMH.new_full((len(q_GMH), count, 1), float("-inf"))
+    total_GR1, sum_GRH = torch.zeros_like(peak_GR1), q_GMH.new_zeros(len(q_GMH), count, size)
     scores_GMA, part_GMH = q_GMH.new_empty(len(q_GMH), rows, KEYS), torch.empty_like(q_GMH)
+    scores_KPRA = scores_GMA.view(key_heads, programs, rows, KEYS)[:, :, :count]
+    scores_GRA, part_GRH = scores_GMA[:, :count], part_GMH[:, :count]
     head_K11 = torch.arange(key_heads).view(-1, 1, 1)
     for tile in range(begin, end):
         tile_slots = slots_PA[:, tile * KEYS : (tile + 1) * KEYS]
@@ -158,24 +164,31 @@ def _online(
         k_GAH, v_GAH = (
             x.reshape(-1, size).index_select(0, places).view(-1, KEYS, size) for x in (keys_CKH, values_CKH)
         )
-        scores_GMA = _bmm(q_GMH, k_GAH.transpose(1, 2), scores_GMA).mul_(scale)
+        _bmm(q_GMH, k_GAH.transpose(1, 2), scores_GMA)
+        seen_PRA = None
         if window is not None or (tile + 1) * KEYS > first:
-            hidden_PMA = _hidden(tile, positions_PM, window)
-            scores_GMA.view(key_heads, programs, rows, KEYS).masked_fill_(hidden_PMA, float("-inf"))
-        new_GM1 = torch.maximum(peak_GM1, scores_GMA.amax(dim=-1, keepdim=True))
-        base_GM1 = new_GM1 if window is None else new_GM1.where(new_GM1 > float("-inf"), 0.0)  # nothing seen yet
-        weights_GMA, shrink_GM1 = scores_GMA.sub_(base_GM1).exp_(), (peak_GM1 - base_GM1).exp_()
-        total_GM1 = total_GM1.mul_(shrink_GM1).add_(weights_GMA.sum(dim=-1, keepdim=True))
-        sum_GMH = sum_GMH.mul_(shrink_GM1).add_(_bmm(weights_GMA, v_GAH, part_GMH))
-        peak_GM1 = new_GM1
-    return sum_GMH.div_(total_GM1).view(key_heads, programs, rows, size)
+            seen_PRA = _seen(tile, positions_PR, window).to(scores_GMA.dtype)
+        scores_GRA.mul_(scale)
+        if seen_PRA is not None:
+            scores_KPRA.add_(torch.zeros_like(seen_PRA).masked_fill_(seen_PRA == 0, float("-inf")))
+        new_GR1 = torch.maximum(peak_GR1, scores_GRA.amax(dim=-1, keepdim=True))
+        base_GR1 = new_GR1 if window is None else new_GR1.where(new_GR1 > float("-inf"), 0.0)  # nothing seen yet
+        scores_GRA.sub_(base_GR1).clamp_(min=LEAST).exp_()
+        if seen_PRA is not None:
+            scores_KPRA.mul_(seen_PRA)
+        shrink_GR1 = (peak_GR1 - base_GR1).clamp_(min=LEAST).exp_()
+        total_GR1 = total_GR1.mul_(shrink_GR1).add_(scores_GRA.sum(dim=-1, keepdim=True))
+        _bmm(scores_GMA, v_GAH, part_GMH)
+        sum_GRH = sum_GRH.mul_(shrink_GR1).add_(part_GRH)
+        peak_GR1 = new_GR1
+    return sum_GRH.div_(total_GR1).view(key_heads, programs, count, size)
 
 
-def _hidden(tile: int, positions_PM: Tensor, window: int | None) -> Tensor:
-    """Return which keys of a tile a query does not see."""
-    places_A, positions_PM1 = torch.arange(tile * KEYS, (tile + 1) * KEYS), positions_PM.unsqueeze(2)
-    hidden_PMA = places_A > positions_PM1
-    return hidden_PMA if window is None else hidden_PMA | (places_A <= positions_PM1 - window)
+def _seen(tile: int, positions_PR: Tensor, window: int | None) -> Tensor:
+    """Return which keys of a tile a query sees."""
+    places_A, positions_PR1 = torch.arange(tile * KEYS, (tile + 1) * KEYS), positions_PR.unsqueeze(2)
+    seen_PRA = places_A <= positions_PR1
+    return seen_PRA if window is None else seen_PRA & (places_A > positions_PR1 - window)
 
 
 def _bmm(a_GXY: Tensor, b_GYZ: Tensor, out_GXZ: Tensor) -> Tensor:
