@@ -107,6 +107,23 @@ def test_one_result_alone_has_a_gradient(unused: str) -> None:
         torch.testing.assert_close(gradient, truth, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_stream_that_is_added_up_again_has_the_same_bits(device: str) -> None:
+    """The backward pass reads the stream before a gated branch; a norm of the rounded sum that was stored is the truth.
+    Gradients are rounded to bfloat16, and widths are small: a sum of another rounding would show."""
+    x, out, *grads = (drawn(2, 50, 16, seed=n, dtype=torch.bfloat16) for n in range(4))
+    gate, shift, scale = (drawn(2, 16, seed=n) for n in (4, 5, 6))
+    x, out, gate, shift, scale = (y.detach().to(device).requires_grad_() for y in (x, out, gate, shift, scale))
+    grads = [grad.detach().to(device) for grad in grads]
+    at_once = add_modulated_norm(x, ResidualBranch(out, gate), Modulation(shift, scale), EPS)
+    in_turn = modulated_norm(add(x, ResidualBranch(out, gate)), Modulation(shift, scale), EPS)
+    for result, truth in zip(at_once, in_turn, strict=True):
+        assert torch.equal(result, truth)
+    pairs = [torch.autograd.grad(results, (x, shift, scale), grads) for results in (at_once, in_turn)]
+    for gradient, truth in zip(*pairs, strict=True):
+        assert torch.equal(gradient, truth)
+
+
 def test_operators_are_what_a_compiler_takes_them_for() -> None:
     x, out, gate, shift, scale = (
         drawn(2, 3, 8, seed=0),

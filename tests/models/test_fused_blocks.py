@@ -44,12 +44,12 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def case(name: str) -> tuple[nn.Module, list[Any]]:
+def case(name: str, tokens: int = 6) -> tuple[nn.Module, list[Any]]:
     """A block and its inputs."""
-    stream = drawn(2, 6, 24, seed=0)
+    stream = drawn(2, tokens, 24, seed=0)
     if name.startswith("wan"):
         model = Wan(family="wan", **SIZES, **TEXT, cross_norm="cross norm" in name)
-        turns = drawn(6, 6, seed=3).detach()
+        turns = drawn(tokens, 6, seed=3).detach()
         bits = torch.stack((turns.cos(), turns.sin())).view(torch.int32)
         block: nn.Module = wan.Block(model)
         inputs = [stream, drawn(2, 6, 24, seed=1), drawn(2, 5, 24, seed=2), None, bits]
@@ -123,3 +123,34 @@ def test_adapted_and_split_layers_run_by_themselves() -> None:
     assert project(layer, stream, fuses=True)[1] is None
     layers[0].__class__ = LoraLinear
     assert project_heads(layers, (None, None), stream, 12) is None
+
+
+def stored(name: str, tokens: int) -> int:
+    """Numbers that a block's forward pass stores for the backward pass, each storage once."""
+    block, inputs = case(name, tokens)
+    stored: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        stored[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        block(*inputs)
+    return sum(x.untyped_storage().nbytes() for x in stored.values()) // 4
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "rows"),
+    [
+        # the stream twice, three norms, two products and what normalizes their heads, attention and what is gated twice
+        ("wan, cross norm", 2 + 3 + 4 + 3 + 2 + 2, 3 * 2 + 3 + 2 * 2 + 12 / 2),
+        ("dit", 1 + 2 + 3 + 1 + 2, 2 * 2 + 2),
+        ("dit of text", 2 + 3 + 4 + 2 + 2, 3 * 2 + 2 * 2),
+    ],
+)
+def test_a_token_stores_no_more_than_gradients_need(name: str, widths: int, rows: float) -> None:
+    """In widths of the stream, beside GELU's input and output; `rows` are statistics of norms and attention, of two
+    heads, and angles of positions. A gated branch and its sum would be a width more. Weights are as large at any
+    length, and do not count."""
+    stored_by_tokens = (stored(name, 12) - stored(name, 6)) / (2 * 6)
+    assert stored_by_tokens <= widths * 24 + 2 * 40 + rows

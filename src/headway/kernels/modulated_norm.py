@@ -18,7 +18,11 @@ dbranch. A program of the backward pass takes every n-th token of a sample and a
 (`partial_sums.py`). Without a branch the stream is returned, too: the gradient of what else uses it is added in the
 same pass.
 
-Saved for backward: s, branch, gate, scale, and the mean and rstd of each token in float32.
+A gated branch is read in the backward pass anyway. There x is read in place of s, which is added up again to the same
+bits: in a block, x is what an earlier norm has saved, so that s need not outlive the forward pass.
+
+Saved for backward: x if the branch is gated and there is a norm, else s; branch, gate, scale, and the mean and rstd of
+each token in float32.
 """
 
 from typing import Any, NamedTuple
@@ -160,6 +164,12 @@ def forward_warps(block: int) -> int:
 
 
 @triton.jit
+def _added(x, branch, gate, GATED: tl.constexpr):
+    """Of both passes; one rounding, not what a compiler makes of a product and a sum."""
+    return tl.fma(branch, gate, x) if GATED else x + branch
+
+
+@triton.jit
 def _forward_kernel(
     x_ptr,
     branch_ptr,
@@ -183,6 +193,7 @@ def _forward_kernel(
     sample = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
+    gate = tl.full([BLOCK], 1, tl.float32)
     if GATED:
         gate = tl.load(gate_ptr + sample * WIDTH + column, mask=inside, other=0)
     if NORM:
@@ -193,10 +204,8 @@ def _forward_kernel(
         row = sample * tokens + token
         x = tl.load(x_ptr + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
         if ADD:
-            added = tl.load(branch_ptr + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
-            if GATED:
-                added = added * gate
-            rounded = (x + added).to(x_ptr.dtype.element_ty)
+            branch = tl.load(branch_ptr + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
+            rounded = _added(x, branch, gate, GATED).to(x_ptr.dtype.element_ty)
             tl.store(sum_ptr + row * WIDTH + column, rounded, mask=inside)
             x = rounded.to(tl.float32)
         if NORM:
@@ -212,7 +221,7 @@ def _forward_kernel(
 def _backward_kernel(
     grad_ptr,
     grad_sum_ptr,
-    sum_ptr,
+    stream_ptr,
     branch_ptr,
     gate_ptr,
     scale_ptr,
@@ -247,9 +256,13 @@ def _backward_kernel(
         dsum = tl.zeros([BLOCK], dtype=tl.float32)
         if MORE:
             dsum = tl.load(grad_sum_ptr + at, mask=inside, other=0).to(tl.float32)
+        if GATED:
+            branch = tl.load(branch_ptr + at, mask=inside, other=0).to(tl.float32)
         if NORM:
             grad = tl.load(grad_ptr + at, mask=inside, other=0).to(tl.float32)
-            x = tl.load(sum_ptr + at, mask=inside, other=0).to(tl.float32)
+            x = tl.load(stream_ptr + at, mask=inside, other=0).to(tl.float32)
+            if GATED:
+                x = _added(x, branch, gate, GATED).to(stream_ptr.dtype.element_ty).to(tl.float32)
             rstd = tl.load(statistics_ptr + 2 * row + 1)
             normal = tl.where(inside, (x - tl.load(statistics_ptr + 2 * row)) * rstd, 0.0)
             scaled = grad * scale
@@ -259,7 +272,6 @@ def _backward_kernel(
             dscale += grad * normal
         total += dsum
         if GATED:
-            branch = tl.load(branch_ptr + at, mask=inside, other=0).to(tl.float32)
             dgate += dsum * branch
             tl.store(dbranch_ptr + at, dsum * gate, mask=inside)
         if NORM:  # else it is the gradient that was given
@@ -323,7 +335,7 @@ def _(
 def _norm_backward(
     grad: Tensor | None,
     grad_sum: Tensor | None,
-    total: Tensor,
+    stream: Tensor | None,
     branch: Tensor | None,
     gate: Tensor | None,
     scale: Tensor | None,
@@ -331,15 +343,16 @@ def _norm_backward(
     base: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the stream, if there is a norm, and of a gated branch, and four sums per sample
-    [B, 4, D]."""
-    dsum, dbranch, sums = _gradients(grad, total, branch, gate)
-    (samples, tokens, width), cut = total.shape, tiling(*total.shape)
-    if not total.numel():
+    [B, 4, D]. The stream is that before a gated branch, or after another; it is needed for a norm."""
+    dsum, dbranch, sums = _gradients(grad, grad_sum, branch, gate)
+    samples, tokens, width = _either(grad, grad_sum).shape
+    cut = tiling(samples, tokens, width)
+    if not samples * tokens:
         return dsum, dbranch, sums.zero_()
-    partial = torch.empty((samples, cut.chunks, SUMS, width), dtype=torch.float32, device=total.device)
+    partial = torch.empty((samples, cut.chunks, SUMS, width), dtype=torch.float32, device=sums.device)
+    given = (None if x is None else x.contiguous() for x in (grad, grad_sum))
     _backward_kernel[(cut.chunks, samples)](
-        total if grad is None else grad.contiguous(), total if grad_sum is None else grad_sum.contiguous(), total,
-        total if branch is None else branch, total if gate is None else gate, total if scale is None else scale,
+        *(sums if x is None else x for x in (*given, stream, branch, gate, scale)),
         statistics, dsum, dbranch, partial, tokens, base,
         WIDTH=width, BLOCK=cut.block, GATED=gate is not None, NORM=grad is not None, MORE=grad_sum is not None,
         SUMS=SUMS, STAGES=STAGES, num_warps=cut.warps,
@@ -348,38 +361,47 @@ def _norm_backward(
     return dsum, dbranch, sums
 
 
+def _either(grad: Tensor | None, grad_sum: Tensor | None) -> Tensor:
+    given = grad_sum if grad is None else grad
+    assert given is not None, "some result has a gradient"
+    return given
+
+
 def _gradients(
-    grad: Tensor | None, total: Tensor, branch: Tensor | None, gate: Tensor | None
+    grad: Tensor | None, grad_sum: Tensor | None, branch: Tensor | None, gate: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dsum = total.new_empty(0) if grad is None else torch.empty_like(total)
-    dbranch = total.new_empty(0) if branch is None or gate is None else torch.empty_like(branch)
-    sums = torch.empty((total.shape[0], SUMS, total.shape[2]), dtype=torch.float32, device=total.device)
+    given = _either(grad, grad_sum)
+    dsum = given.new_empty(0 if grad is None else given.shape)
+    dbranch = given.new_empty(0) if branch is None or gate is None else torch.empty_like(branch)
+    sums = given.new_empty((given.shape[0], SUMS, given.shape[2]), dtype=torch.float32)
     return dsum, dbranch, sums
 
 
 @_norm_backward.register_fake
 def _(
     grad: Tensor | None,
-    _grad_sum: Tensor | None,
-    total: Tensor,
+    grad_sum: Tensor | None,
+    _stream: Tensor | None,
     branch: Tensor | None,
     gate: Tensor | None,
     _scale: Tensor | None,
     _statistics: Tensor,
     _base: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(grad, total, branch, gate)
+    return _gradients(grad, grad_sum, branch, gate)
 
 
 # -- gradients
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, branch, gate, bias, shift, scale, base, _ = inputs
+    x, branch, gate, bias, shift, scale, base, _ = inputs
     total, _, statistics = output
     assert branch is not None, "`_Norm` is for those without"
-    ctx.save_for_backward(total, branch if gate is not None else None, gate, scale, statistics)
-    ctx.adds, ctx.norms, ctx.base = branch.dtype, shift is not None, base
+    norms, gated = shift is not None, gate is not None
+    stream = (x if gated else total) if norms else None
+    ctx.save_for_backward(stream, branch if gated else None, gate, scale, statistics)
+    ctx.adds, ctx.norms, ctx.base = branch.dtype, norms, base
     ctx.bias = None if bias is None else bias.dtype
     ctx.set_materialize_grads(False)
 
@@ -388,8 +410,8 @@ def _backward(ctx: Any, grad_sum: Tensor | None, grad: Tensor | None, _: Tensor 
     grad = grad if ctx.norms else None
     if grad_sum is None and grad is None:
         return (None,) * 8
-    total, branch, gate, scale, statistics = ctx.saved_tensors
-    dsum, dbranch, sums = _norm_backward(grad, grad_sum, total, branch, gate, scale, statistics, ctx.base)
+    stream, branch, gate, scale, statistics = ctx.saved_tensors
+    dsum, dbranch, sums = _norm_backward(grad, grad_sum, stream, branch, gate, scale, statistics, ctx.base)
     if grad is None:
         dsum = grad_sum
     dshift, dscale, dgate, whole = sums.unbind(1)
@@ -433,7 +455,7 @@ def _launches(width: int, dtype: str, *, gated: bool, norm: bool, add: bool = Tr
     name = f"modulated_norm_{width}_{dtype}" + "_add" * add + "_gated" * gated + "_norm" * norm
     forward = {"x_ptr": x, "branch_ptr": x, "gate_ptr": single, "shift_ptr": single, "scale_ptr": single}
     forward |= {"sum_ptr": x, "y_ptr": x, "statistics_ptr": single, "tokens": "i32", "base": "fp32", "eps": "fp32"}
-    backward = {"grad_ptr": x, "grad_sum_ptr": x, "sum_ptr": x, "branch_ptr": x, "gate_ptr": single}
+    backward = {"grad_ptr": x, "grad_sum_ptr": x, "stream_ptr": x, "branch_ptr": x, "gate_ptr": single}
     backward |= {"scale_ptr": single, "statistics_ptr": single, "dsum_ptr": x, "dbranch_ptr": x}
     backward |= {"partial_ptr": single, "tokens": "i32", "base": "fp32"}
     shared = {"WIDTH": width, "BLOCK": cut.block, "GATED": gated, "NORM": norm, "STAGES": STAGES}

@@ -27,6 +27,9 @@ def worker_variables(attempt: Attempt) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        # How often a compute thread looks for the others before it sleeps. By default it looks for milliseconds: where
+        # other processes want the cores, a step of a small model on two of them took seven times the CPU time.
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000"),
         "PYTHONUNBUFFERED": "1",
         # On ARM oneDNN otherwise leaves /tmp/perf-PID.map, which only profilers read, behind every worker.
         "ONEDNN_JIT_PROFILE": "0",
