@@ -78,7 +78,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             if file not in scopes:
                 source = (config.rootpath / file).read_text()
                 runs = sum(scope.startswith("runs-") for scope in scopes.values())
-                forks, trains = "run_ranks" in source, re.search(r"\b(make_)?lab\b", source)
+                forks, trains = "run_ranks" in source, re.search(r"\b((make_)?lab|zygote)\b", source)
                 scopes[file] = "ranks" if forks else f"runs-{runs % halves}" if trains else file
             return scopes[file]
 

@@ -4,7 +4,7 @@ import importlib
 import warnings
 from typing import Any
 
-__all__ = ["openai", "transformers"]
+__all__ = ["dct", "diffusers", "openai", "transformers"]
 
 
 class _Later:
@@ -19,5 +19,7 @@ class _Later:
             return getattr(importlib.import_module(self._name), name)
 
 
+dct: Any = _Later("scipy.fft")
+diffusers: Any = _Later("diffusers")
 openai: Any = _Later("openai")
 transformers: Any = _Later("transformers")

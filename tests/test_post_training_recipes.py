@@ -9,9 +9,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import openai
 import pytest
+
+from lazy_imports import openai
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ("demo", "sft", "sft-tasks", "dpo", "orpo", "simpo", "kto", "reward", "lora", "distill")
@@ -40,7 +42,7 @@ class Newcomer:
         return done.stdout
 
     @contextmanager
-    def serving(self, *words: str) -> Iterator[openai.OpenAI]:
+    def serving(self, *words: str) -> Iterator[Any]:
         """Serve a model; yield a client."""
         arguments = [*PROGRAM, "serve", *words, "--port", "0", "--json"]
         with subprocess.Popen(

@@ -1,7 +1,9 @@
 """What the suite's own tools promise: who is charged with CPU time, which runs pass, how tests wait."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +89,10 @@ def test_waiting_returns_what_came_true_and_fails_with_a_description() -> None:
     assert eventually(lambda: next(values), poll_s=0) == "here"
     with pytest.raises(AssertionError, match=r"not true after 0 s: the log of worker 3"):
         eventually(lambda: False, lambda: "the log of worker 3", ceiling_s=0)
+
+
+def test_no_tester_imports_large_libraries_only_to_collect() -> None:
+    """Every tester collects every file: tests/lazy_imports.py imports them for those that run a test with them."""
+    large = re.compile(r"^(?:import|from) (?:diffusers|openai|scipy|sklearn|transformers)\b", re.MULTILINE)
+    files = [*Path(__file__).parent.rglob("test_*.py"), Path(__file__).with_name("conftest.py")]
+    assert not [str(file) for file in files if large.search(file.read_text(encoding="utf-8"))]

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,26 +15,33 @@ from typer.testing import CliRunner
 from headway.cli.main import app
 from headway.errors import UsageError
 
-BASH = """
-eval "$(headway completion bash)"
-complete -p headway > /dev/null || exit 1
-COMP_WORDS=({words}); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
-_headway_completion headway
-printf '%s\\n' "${{COMPREPLY[@]}}"
-"""
-FISH = """
-headway completion fish | source
-complete --do-complete "{line}"
-"""
-# Zsh completes only in a terminal: one on a pseudo-terminal of its own, which prints what it was offered.
-ZSH = """
-autoload -Uz compinit && compinit -u -D
-eval "$(headway completion zsh)"
-_arguments() {{ print -rl -- $@ }}
-_files() {{ print files }}
-words=({words}); CURRENT=$#words
-_headway_completion
-"""
+
+@dataclass(frozen=True)
+class Shell:
+    """How to start a shell without anybody's settings, load the script of Headway into it, and ask for completions."""
+
+    flags: tuple[str, ...]
+    load: str
+    ask: str
+
+
+KINDS = {
+    "bash": Shell(
+        ("--norc",),
+        'eval "$(headway completion bash)"; complete -p headway > /dev/null || exit 1',
+        "COMP_WORDS=({words}); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); _headway_completion headway\n"
+        "printf '%s\\n' \"${{COMPREPLY[@]}}\"",
+    ),
+    # Zsh completes only in a terminal: one on a pseudo-terminal of its own, which prints what it was offered.
+    "zsh": Shell(
+        ("-f",),
+        'autoload -Uz compinit && compinit -u -D; eval "$(headway completion zsh)"\n'
+        "_arguments() { print -rl -- $@ }\n_files() { print files }",
+        "words=({words}); CURRENT=$#words; _headway_completion",
+    ),
+    "fish": Shell(("--no-config",), "headway completion fish | source", 'complete --do-complete "{line}"'),
+}
+NEXT = "-- next --"
 SHELLS = ["bash", *(pytest.param(shell, marks=pytest.mark.slow) for shell in ("zsh", "fish"))]
 
 
@@ -51,51 +59,57 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PATH": path, "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path), "HEADWAY_RUNS": ""}
 
 
-def offered(shell: str, words: list[str], environment: dict[str, str]) -> list[str]:
-    """What a shell offers for the last of the words."""
+def offered(shell: str, typed: list[list[str]], environment: dict[str, str]) -> list[list[str]]:
+    """What one process of a shell offers for the last word of each of these lines."""
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}: apt-get install {shell}")
-    quoted = " ".join(f"'{word}'" for word in words)
-    script = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell].format(words=quoted, line=" ".join(words))
-    flags = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
+    kind = KINDS[shell]
+    script = [kind.load]
+    for words in typed:
+        quoted = " ".join(f"'{word}'" for word in words)
+        script += [kind.ask.format(words=quoted, line=" ".join(words)), f"echo '{NEXT}'"]
     done = subprocess.run(
-        [shell, *flags, "-c", script],
+        [shell, *kind.flags, "-c", "\n".join(script)],
         env=environment,
         cwd=environment["HOME"],
         capture_output=True,
         text=True,
         check=True,
     )
-    lines = [line.strip() for line in done.stdout.splitlines()]
+    answers = done.stdout.split(f"{NEXT}\n")
+    assert (len(answers), answers.pop()) == (len(typed) + 1, "")
+    return [_choices(shell, answer) for answer in answers]
+
+
+def _choices(shell: str, answer: str) -> list[str]:
+    lines = [line.strip() for line in answer.splitlines()]
     if shell == "fish":
         return [line.partition("\t")[0] for line in lines]
     if shell == "zsh":
-        return re.findall(r'"([^"]*)"(?::"[^"]*")?', done.stdout)
+        return re.findall(r'"([^"]*)"(?::"[^"]*")?', answer)
     return lines
 
 
+COMPLETED: list[tuple[list[str], set[str], set[str]]] = [
+    (["headway", "re"], {"report", "resume", "recipe", "replay", "requeue"}, {"train", "runs"}),
+    (["headway", "checkpoint", "ex"], {"export"}, {"import", "ls"}),
+    (["headway", "train", "--wo"], {"--workers"}, {"--json"}),
+    (["headway", "data", "build", "--tok"], {"--tokenizer", "--tokenizer-engine"}, {"--force"}),
+    (["headway", "report", "fi"], {"first-0001"}, {"second-0002"}),
+    (["headway", "logs", "--runs", "runs", "second-0001", "--att"], {"--attempt"}, {"--rank"}),
+    (["headway", "checkpoint", "verify", "--runs", "runs", ""], {"first-0001", "second-0002"}, {"not-a-run"}),
+]
+"""What is typed, and what must be offered and must not."""
+
+
 @pytest.mark.parametrize("shell", SHELLS)
-@pytest.mark.parametrize(
-    ("words", "among", "missing"),
-    [
-        (["headway", "re"], {"report", "resume", "recipe", "replay", "requeue"}, {"train", "runs"}),
-        (["headway", "checkpoint", "ex"], {"export"}, {"import", "ls"}),
-        (["headway", "train", "--wo"], {"--workers"}, {"--json"}),
-        (["headway", "data", "build", "--tok"], {"--tokenizer", "--tokenizer-engine"}, {"--force"}),
-        (["headway", "report", "fi"], {"first-0001"}, {"second-0002"}),
-        (["headway", "logs", "--runs", "runs", "second-0001", "--att"], {"--attempt"}, {"--rank"}),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_shells_complete(shell: str, words: list[str], among: set[str], missing: set[str], environment) -> None:
-    found = set(offered(shell, words, environment))
-    assert among <= found
-    assert not missing & found
-
-
-def test_bash_offers_all_runs_of_another_folder(environment: dict[str, str]) -> None:
-    words = ["headway", "checkpoint", "verify", "--runs", "runs", ""]
-    assert offered("bash", words, environment) == ["first-0001", "second-0002"]
+def test_shells_complete(shell: str, environment: dict[str, str]) -> None:
+    answers = offered(shell, [words for words, _, _ in COMPLETED], environment)
+    for (words, among, missing), answer in zip(COMPLETED, answers, strict=True):
+        assert among <= set(answer), words
+        assert not missing & set(answer), words
+    if shell == "bash":
+        assert answers[-1] == ["first-0001", "second-0002"], "all runs of another folder, and nothing else"
 
 
 def test_other_shells_are_a_usage_error() -> None:

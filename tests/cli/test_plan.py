@@ -23,6 +23,7 @@ from headway.plan.step import ACCOUNTS
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPES = ROOT / "recipes"
 LLAMA = str(RECIPES / "llama3-8b.toml")
+QWEN = str(RECIPES / "qwen3-0.6b.toml")
 RUNS = ROOT / "benchmarks" / "plan" / "published_runs.csv"
 
 app = typer.Typer()
@@ -412,8 +413,17 @@ def test_another_model_is_not_offered_for_training(tmp_path: Path) -> None:
     (tmp_path / "mix.json").write_text(json.dumps(config), encoding="utf-8")
     done = call(LLAMA, "--on", "h100x8x2", "--model", str(tmp_path / "mix.json"))
     assert done.output.startswith("mix  46.7B parameters")
-    assert "the trainer cannot run the best plan" in done.output  # which shares experts out
+    assert "the trainer can run the best plan" in done.output  # which shares experts out
     assert "headway train" not in done.output
+
+
+@pytest.mark.slow
+def test_a_best_plan_that_the_trainer_cannot_run_is_followed_by_one_that_it_can() -> None:
+    """The search also tries to shard only the optimizer (ZeRO 1), which the trainer does not do."""
+    best = json.loads(text(QWEN, "--on", "h100x8x1", "--json"))["plans"][0]
+    assert (best["zero"], best["runnable"]) == (1, False)
+    output = text(QWEN, "--on", "h100x8x1")
+    assert "the trainer cannot run the best plan; it can run shard 8, microbatch" in " ".join(output.split())
 
 
 def test_modelled_times_are_marked_among_measured_ones() -> None:

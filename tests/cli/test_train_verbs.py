@@ -132,6 +132,7 @@ def test_run_that_fails_before_its_first_step_frees_its_name_and_can_be_read_and
     assert desk.run("later").path.exists()
 
 
+@pytest.mark.usefixtures("warm")
 def test_ctrl_c_saves_and_exits_75(desk) -> None:
     when(lambda: recorded(desk.folder / "runs", "step", 3), send(signal.SIGINT), patience_s=CEILING_S)
     out, _ = desk.say("train", "r.toml", "--name", "long", "--set", "train.steps=100000", status=75)

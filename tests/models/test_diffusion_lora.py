@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
 from test_diffusion_models import randomize, run_wan, wan, wan_inputs
 
@@ -18,6 +17,7 @@ from headway.recipe.families.dit import DiT
 from headway.recipe.huggingface import read_model
 from headway.recipe.lora import A, B, adapted_layers
 from headway.state.peft import Adapter, LayerAdapter, read_adapter, write_adapter
+from lazy_imports import diffusers
 
 LORA = Lora(rank=3, alpha=5.0, targets=("layers.*.attention.*", "layers.*.cross.*", "layers.0.mlp.up"))
 
@@ -67,7 +67,7 @@ def test_adapter_files_merge_into_diffusers_to_what_the_adapted_model_computes(t
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ("peft", "accelerate"))), reason="needs peft and accelerate")
 def test_diffusers_loads_adapter_files_itself(tmp_path: Path) -> None:
     wan("text to video").save_pretrained(tmp_path / "base")
-    theirs = WanTransformer3DModel.from_pretrained(tmp_path / "base")
+    theirs = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "base")
     ours = empty_transformer(read_model(tmp_path / "base"))
     add_adapters(ours, LORA)
     load_into_base(ours, tmp_path / "base")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiTTransformer2DModel, WanTransformer3DModel
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from headway.recipe.families import class_of
 from headway.recipe.families.dit import DiT
 from headway.recipe.families.wan import Wan
 from headway.recipe.huggingface import read_model
+from lazy_imports import diffusers
 
 TEXT = 512
 """The tokens that diffusers' image-to-video takes for text, whatever there are."""
@@ -49,7 +49,7 @@ def randomize(model: nn.Module) -> nn.Module:
 
 
 def wan(case: str) -> nn.Module:
-    return randomize(WanTransformer3DModel(**SIZES, **WANS[case]))
+    return randomize(diffusers.WanTransformer3DModel(**SIZES, **WANS[case]))
 
 
 def wan_inputs(case: str) -> tuple[Tensor, Tensor, Conditioning]:
@@ -81,7 +81,7 @@ def run_wan(theirs: nn.Module, x: Tensor, t: Tensor, conditioning: Conditioning)
 
 def dit() -> nn.Module:
     """Its blocks have equal embeddings of time and class, as those of the published model."""
-    theirs = DiTTransformer2DModel(
+    theirs = diffusers.DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=16, in_channels=3, out_channels=6, num_layers=2, sample_size=8,
         num_embeds_ada_norm=10,
     )  # fmt: skip
@@ -140,7 +140,7 @@ def test_transformer_equals_diffusers(case: str, tmp_path: Path) -> None:
 
 def opened(folder: Path, kind: type) -> nn.Module:
     """What diffusers makes of a folder; without `accelerate`, its from_pretrained refuses models like Wan."""
-    if kind is DiTTransformer2DModel:
+    if kind is diffusers.DiTTransformer2DModel:
         model, unused = kind.from_pretrained(folder, output_loading_info=True)
         assert not any(unused.values()), unused
         return model
@@ -171,7 +171,7 @@ def test_written_folders_are_those_of_diffusers(make: Any, shard_bytes: int, tmp
 
 
 def test_dit_whose_blocks_were_trained_apart_is_refused(tmp_path: Path) -> None:
-    theirs = DiTTransformer2DModel(num_attention_heads=1, attention_head_dim=8, num_layers=2, sample_size=4)
+    theirs = diffusers.DiTTransformer2DModel(num_attention_heads=1, attention_head_dim=8, num_layers=2, sample_size=4)
     randomize(theirs).save_pretrained(tmp_path / "theirs")
     ours = empty_transformer(read_model(tmp_path / "theirs"))
     with pytest.raises(ModelError, match=r"transformer_blocks.0.norm1.emb.* and transformer_blocks.1.norm1.* differ"):

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
 from headway.errors import ModelError
 from headway.models.diffusion import open_text_encoder
 from headway.models.diffusion.text_encoders import read_text_encoder
 from headway.recipe.families.dit import DiT
+from lazy_imports import transformers
 
 VOCABULARY, TOKENS = 40, 24
 T5_SIZES = {
@@ -20,23 +20,23 @@ T5_SIZES = {
 
 
 def t5() -> torch.nn.Module:
-    return T5EncoderModel(T5Config(**T5_SIZES, feed_forward_proj="relu"))
+    return transformers.T5EncoderModel(transformers.T5Config(**T5_SIZES, feed_forward_proj="relu"))
 
 
 def gated_t5() -> torch.nn.Module:
-    return T5EncoderModel(T5Config(**T5_SIZES, feed_forward_proj="gated-gelu"))
+    return transformers.T5EncoderModel(transformers.T5Config(**T5_SIZES, feed_forward_proj="gated-gelu"))
 
 
 def umt5() -> torch.nn.Module:
-    return UMT5EncoderModel(UMT5Config(**T5_SIZES))
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(**T5_SIZES))
 
 
 def clip() -> torch.nn.Module:
-    config = CLIPTextConfig(
+    config = transformers.CLIPTextConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCABULARY,
         max_position_embeddings=TOKENS, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    return CLIPTextModel(config)
+    return transformers.CLIPTextModel(config)
 
 
 @pytest.mark.parametrize("make", [t5, gated_t5, umt5, clip], ids=lambda make: make.__name__)
