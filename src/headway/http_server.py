@@ -1,6 +1,7 @@
 """What `headway ui`, `serve` and `up` share: a socket, names in Host headers, a key, a server that ends in order."""
 
 import contextlib
+import errno
 import ipaddress
 import signal
 import socket
@@ -23,9 +24,10 @@ def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise UsageError(
-            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --port; 0 takes any free one"
-        ) from None
+        hint = "choose another --port; 0 takes any free one"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            hint = "--host is an address of this machine, or 0.0.0.0 for all of them"
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}", hint=hint) from None
     listener.listen(backlog)
     return listener
 

@@ -165,7 +165,8 @@ def _greeting(start: ServiceStart, url: str, nodes: Nodes, tenants: int) -> Iter
     if start.speed != 1.0:
         yield f"emulated: the scheduler's clock runs {start.speed:g} times as fast"
     yield "Ctrl-C ends it; jobs go on"
-    yield next_line(command(start.root, "queue"), f"{command(start.root, 'submit')} -- COMMAND")
+    whose = " --tenant NAME" if tenants > 1 else ""
+    yield next_line(command(start.root, "queue"), f"{command(start.root, 'submit')}{whose} -- COMMAND")
 
 
 def _first_token(accounts: Accounts, file: Path) -> str:

@@ -8,11 +8,9 @@ import typer
 
 from headway.cli.options import Json, NoSharedFolder, Runs, Settings
 from headway.cli.text import next_line, print_json
-from headway.cluster.submit import runs as submitting
 from headway.cluster.submit.commands import CommandResources, SubmittedCommand, submit_command, with_user
 from headway.errors import UsageError
 from headway.hardware import Cluster, parse_on
-from headway.recipe import load_recipe
 from headway.track import command, runs_root
 
 OF_SERVICE = "--tenant, --priority, --preemptible, --sizes, --spread, --after and --key are for --engine service"
@@ -138,6 +136,9 @@ def submit(
         raise UsageError("--secret is for commands", hint="recipes: secrets = [...] in engines.toml")
     if upload:
         raise UsageError("--upload is for commands", hint='recipes: code = "staged" in engines.toml')
+    from headway.cluster.submit import runs as submitting  # which a command does not wait for
+    from headway.recipe import load_recipe
+
     recipe, cluster = _recipe_and_cluster(what, on)
     loaded, shared = load_recipe(recipe, settings or ()), not no_shared_folder
     if dry_run:
@@ -188,7 +189,7 @@ def _site(engine: str, stated: dict[str, str], preemptible: bool | None, is_comm
     """Return the settings of a job that only the service has."""
     if engine != "service":
         if stated or preemptible is not None:
-            raise UsageError(OF_SERVICE, hint="add --engine service")
+            raise UsageError(OF_SERVICE, hint="add --engine service for a recipe, and -- before a command: -- true")
         return {}
     stops = preemptible if preemptible is not None else not is_command
     return with_user({"preemptible": "yes" if stops else "no"} | stated)

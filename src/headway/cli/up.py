@@ -97,7 +97,13 @@ def up(
     os.umask(0o077)  # the database and what lies beside it
     create_private_folder(root)
     folder = service_folder(root)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot keep the service's database in {folder}: {error.strerror}",
+            hint="--runs names a folder to write into",
+        ) from None
     options = _node_options(no_local_node, demo, emulate, gpus, cpus)
     emulate, speed = (DEMO_SHAPE, DEMO_SPEED) if demo else (emulate, speed)
     nodes = [] if no_local_node else [this_machine(gpus, cpus)] if emulate is None else emulated_nodes(emulate, cpus)

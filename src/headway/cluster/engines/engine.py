@@ -187,7 +187,8 @@ def exit_reason(state: State, exit_status: int, machine: str = "") -> str:
     """Why a job is in a state after its command exited, as a sentence."""
     on = f" on {machine}" if machine else ""
     reasons = {"finished": "", "cancelled": CANCELLED, "waiting": "saved; waiting to be restarted"}
-    return reasons.get(state, f"the command exited with status {exit_status}{on}")
+    meaning = {126: ", which means: it cannot be executed", 127: ", which means: it was not found"}.get(exit_status, "")
+    return reasons.get(state, f"the command exited with status {exit_status}{on}{meaning}")
 
 
 def read_exit_report(path: Path) -> tuple[int, tuple[str, ...]] | None:

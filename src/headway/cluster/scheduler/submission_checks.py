@@ -70,6 +70,7 @@ def _check_shape(job: Job, nodes: NodeTable) -> None:
     ):
         most = float(has.max(initial=0))
         if asked > most:
+            most = math.floor(10 * most) / 10  # a request for what is named here must not be refused
             raise OversizedJobError(
                 f"job {job.name} requests {asked:g} {what}; the largest node has {most:g}", hint=f"at most {most:g}"
             )

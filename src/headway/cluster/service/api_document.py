@@ -27,7 +27,12 @@ ERRORS = {
 LONGEST_QUOTED = 40
 _PLACES = frozenset({"body", "query", "path"})
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-_WORDS = {"missing": "this is missing", "extra_forbidden": "there is no such field"}
+_WORDS = {
+    "missing": "this is missing",
+    "extra_forbidden": "there is no such field",
+    "json_invalid": "this is no JSON",
+    "too_short": "this is too short",
+}
 
 
 class ErrorAnswer(BaseModel):

@@ -8,12 +8,13 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.errors import UsageError
-from headway.recipe import Recipe
-from headway.recipe.find_own_code import find_package
 from headway.track import RunFolder, write_json
+
+if TYPE_CHECKING:
+    from headway.recipe import Recipe
 
 RECORD, FOLDER = "code.json", "code"
 LARGEST = 64 * 2**20
@@ -21,12 +22,14 @@ LARGEST = 64 * 2**20
 GIT_S = 20.0
 
 
-def record_provenance(run: RunFolder, recipe: Recipe, copy: bool) -> Path | None:
+def record_provenance(run: RunFolder, recipe: "Recipe", copy: bool) -> Path | None:
     """Record where the recipe's custom class comes from. With `copy`, copy its package into the run and return the
     folder."""
     if recipe.model.class_ is None:
         return None
     name = recipe.model.class_.partition(":")[0].partition(".")[0]
+    from headway.recipe.find_own_code import find_package  # recipes take a while to import, and commands have none
+
     package = find_package(name)
     if package is None:
         if copy:
