@@ -55,7 +55,7 @@ Sizes = Annotated[
     typer.Option(
         "--sizes",
         metavar="GPUS[:SPEED],...",
-        help="Elastic: GPUs, as requested first, and speeds: 2:1,4:1.9. Plans of a recipe predict them: 2,4.",
+        help="GPUs of an elastic job, smallest first, and speeds: 2:1,4:1.9; plans of a recipe predict them: 2,4.",
     ),
 ]
 Spread = Annotated[
