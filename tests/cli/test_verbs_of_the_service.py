@@ -25,7 +25,7 @@ def test_logs_of_a_job_are_printed_or_said_to_be_empty(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lines: list[tuple[str, str]]
 ) -> None:
     answers: dict[str, Callable[..., Any]] = {
-        "sweep_named": lambda *_: None, "service_job": lambda *_: [JOB], "log_lines": lambda *_: iter(lines),
+        "sweep_named": lambda *_: None, "service_job": lambda *_: [JOB], "log_lines": lambda *_, **__: iter(lines),
     }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(logs, name, answer)
