@@ -119,7 +119,7 @@ def trust(
     folder: Folder = None,
     json: Json = False,
 ) -> None:
-    """Have this node expect another certificate of its service; then restart its agent."""
+    """Have this node expect another certificate of its service."""
     place, pin = _place(folder), read_fingerprint(fingerprint)
     from headway.cluster.service.node_agent import trust_service
 

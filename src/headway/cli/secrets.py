@@ -51,7 +51,7 @@ def ls(runs: Runs = None, json: Json = False) -> None:
         return
     now = time.time()
     cells = [
-        (row["tenant"], row["name"], "(inherited)" if row["inherited"] else row["user"], _ago(now - row["changed"]))
+        (row["tenant"], row["name"], "(inherited)" if row.get("inherited") else row["user"], _ago(now - row["changed"]))
         for row in rows
     ]
     print("\n".join(table(("tenant", "secret", "set by", "ago"), cells)))
@@ -67,7 +67,7 @@ def rm(name: SecretName, tenant: Tenant = None, runs: Runs = None, json: Json = 
 
 @app.command()
 def rekey(runs: Runs = None, json: Json = False) -> None:
-    """Seal all stored secrets with a new key; the old one opens none of them any more."""
+    """Seal all stored secrets with a new key."""
     counts = connect(runs_root(runs)).post("/api/v1/secrets:rekey")
     if json:
         print_json(counts)
