@@ -180,3 +180,18 @@ def test_other_tiles_of_keys_have_other_bits(monkeypatch):
     others = exact(q, k, v, documents, None)
     assert not torch.equal(others, y)
     torch.testing.assert_close(others, y)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_keys_that_are_not_seen_weigh_exactly_nothing(window):
+    q, k, v, documents = packed([40], (2, 1))
+    expected = exact(q, k, v, documents, window)
+    v[:, 20:] = 1e38  # of which any weight but 0 would show
+    got = exact(q, k, v, documents, window)
+    assert torch.equal(got[:, :20], expected[:, :20])
+
+
+def test_scores_far_below_the_best_weigh_next_to_nothing():
+    q, k, v, documents = packed([100], (2, 1))
+    q = q * 100  # differences of scores beyond what an exponential of float32 can be
+    torch.testing.assert_close(exact(q, k, v, documents, None), plain(q, k, v, documents, None), rtol=1e-4, atol=1e-4)
