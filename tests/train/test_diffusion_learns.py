@@ -11,7 +11,7 @@ import pytest
 
 from headway.track import RunFolder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]  # whole recipes: minutes of a CPU that others may want
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 from make_clips import frames  # noqa: E402
