@@ -29,13 +29,13 @@ def loaded(dtype: torch.dtype = torch.float32) -> LoadedModel:
     return LoadedModel("small", decoder.to(dtype).eval(), torch.device("cpu"), model.vocabulary, 64, end_ids=(3,))
 
 
-def requests(count: int = 5) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(longer_by: int = 3) -> tuple[list[list[int]], list[SamplingParams]]:
     """More than run at a time, longer than a pass, with ends, log-probabilities and one that needs the host."""
     draw = random.Random(1)
-    prompts = [[draw.randrange(40) for _ in range(draw.randint(1, 20))] for _ in range(count)]
+    prompts = [[draw.randrange(40) for _ in range(draw.randint(1, 20))] for _ in range(5)]
     params = [
-        SamplingParams(max_tokens=3 + 3 * i, temperature=0.8 * (i != 1), seed=i, logprobs=0, ignore_eos=i != 2)
-        for i in range(count)
+        SamplingParams(max_tokens=3 + longer_by * i, temperature=0.8 * (i != 1), seed=i, logprobs=0, ignore_eos=i != 2)
+        for i in range(5)
     ]
     params[3] = params[3].model_copy(update={"top_k": 5})
     return prompts, params
@@ -49,7 +49,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("overlaps", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tokens_and_logprobs_are_those_of_plain_passes(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, params = requests()
+    prompts, params = requests(longer_by=2)  # short, as every launch is interpreted
     plain = LLM(loaded(), options=EngineOptions(**OPTIONS)).generate(prompts, params)
     monkeypatch.setattr(dispatch, "devices", ("cuda", "cpu"))
     monkeypatch.setattr(text_engine, "capturable", lambda *_: True)
