@@ -38,14 +38,16 @@ def build_progress() -> Iterator[Callable[[BuildProgress], None]]:
 
 
 def _plain_progress(every_s: float = 5.0) -> Callable[[BuildProgress], None]:
-    printed_s: dict[str, float] = {}
+    """Return what prints a line every few seconds, and none twice."""
+    printed: dict[str, tuple[float, str]] = {}
 
     def show(now: BuildProgress) -> None:
-        due = now.stage not in printed_s or time.monotonic() - printed_s[now.stage] >= every_s
-        if due:
-            printed_s[now.stage] = time.monotonic()
-            share = now.done_bytes / max(now.total_bytes, 1)
-            total = plural(now.total_bytes, "file") if now.stage == "probe" else source_size(now.total_bytes)
-            print(f"{_STAGES[now.stage]}: {share:.0%} of {total}", file=sys.stderr)
+        share = now.done_bytes / max(now.total_bytes, 1)
+        total = plural(now.total_bytes, "file") if now.stage == "probe" else source_size(now.total_bytes)
+        line = f"{_STAGES[now.stage]}: {share:.0%} of {total}"
+        at_s, last = printed.get(now.stage, (float("-inf"), ""))
+        if line != last and time.monotonic() - at_s >= every_s:
+            printed[now.stage] = time.monotonic(), line
+            print(line, file=sys.stderr)
 
     return show
