@@ -12,7 +12,6 @@ cycles and starts include the process that decides, the others are of the proces
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -421,22 +420,18 @@ def measure_agents(folder: Path, agents: int, queued: int, seconds: float) -> di
             version = answer["version"]
             heartbeats.append(time.perf_counter() - begin)
 
-    async def user(port: int, ends: float, latencies: list[float]) -> None:
-        client = Client(port, USER_TOKEN, secure=True)
+    async def user(port: int) -> dict[str, Any]:
         await asyncio.sleep(CONNECT_S + HEARTBEAT_S)  # until all agents have come
-        for path in itertools.cycle(("/api/v1/jobs", "/api/v1/events", "/api/v1/whoami", "/api/v1/jobs?over=true")):
-            if time.perf_counter() > ends:
-                return
-            begin = time.perf_counter()
-            await client.ask("GET", path)
-            latencies.append(time.perf_counter() - begin)
-            await asyncio.sleep(0.1)
+        command = [sys.executable, __file__, "--ask", str(port), "--seconds", str(seconds)]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        answer: dict[str, Any] = json.loads((await process.communicate())[0])
+        return answer
 
-    async def run(port: int) -> tuple[list[float], list[float]]:
-        heartbeats, latencies = list[float](), list[float]()
+    async def run(port: int) -> tuple[list[float], dict[str, Any]]:
+        heartbeats = list[float]()
         ends = time.perf_counter() + CONNECT_S + HEARTBEAT_S + seconds
         tasks = [agent(port, number, ends, heartbeats) for number in range(agents)]
-        await asyncio.gather(*tasks, user(port, ends, latencies))
+        latencies = (await asyncio.gather(user(port), *tasks))[0]
         return heartbeats, latencies
 
     with service_process(folder, agents, queued, secure=True) as (port, process):
@@ -451,7 +446,22 @@ def measure_agents(folder: Path, agents: int, queued: int, seconds: float) -> di
         "failed": len(failures),
         "service_cores": round(share, 3),
     }
-    return figures | {"service_mib": memory // 2**20, "api": spread(latencies)}
+    return figures | {"service_mib": memory // 2**20, "api": latencies}
+
+
+async def ask_as_user(port: int, seconds: float) -> dict[str, Any]:
+    """Latencies of what a user and the dashboard ask for, one after the other."""
+    client, paths = Client(port, USER_TOKEN, secure=True), ("jobs", "events", "whoami", "jobs?over=true")
+    latencies: dict[str, list[float]] = {path: [] for path in paths}
+    ends = time.perf_counter() + seconds
+    while time.perf_counter() < ends:
+        for path in paths:
+            begin = time.perf_counter()
+            await client.ask("GET", f"/api/v1/{path}")
+            latencies[path].append(time.perf_counter() - begin)
+            await asyncio.sleep(0.1)
+    everything = [latency for some in latencies.values() for latency in some]
+    return spread(everything) | {path: spread(some) for path, some in latencies.items()}
 
 
 def measure_slurm(folder: Path, count: int) -> dict[str, Any]:
@@ -489,6 +499,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--secure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--ask", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--agents-queued", type=int, default=5000)
     parser.add_argument("--slurm-jobs", type=int, default=400)
     parser.add_argument("--nodes", type=int, default=10_000)
@@ -498,6 +509,9 @@ def main() -> None:
     words = parser.parse_args()
     if words.serve is not None:
         serve(words.serve, words.nodes, words.queued, secure=words.secure)
+        return
+    if words.ask is not None:
+        print(json.dumps(asyncio.run(ask_as_user(words.ask, words.seconds))))
         return
     results: dict[str, Any] = {"load_before": os.getloadavg()[0]}
     parts: dict[str, Callable[[Path], dict[str, Any]]] = {

@@ -30,7 +30,7 @@ CONTROL = [
 TENSOR = [{"train", "measure"}, {"inference"}, {"parallel"}, {"models"}, {"kernels"}]
 BOTH = {"policy_client"}
 """Both sides in one process, for loops of the user's own; nothing else imports it."""
-BASE = {"errors", "callable_package", "http_server", "__init__"}
+BASE = {"errors", "callable_package", "frozen_heap", "http_server", "__init__"}
 CONTROL_SIDE = set.union(*CONTROL)
 TENSOR_SIDE = set.union(*TENSOR)
 NEVER_FROM_TENSOR_SIDE = {"agent", "cluster", "cli", "dashboard"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.inference.frozen_heap import frozen_heap
+from headway.frozen_heap import frozen_heap
 
 
 class Node:
@@ -48,3 +48,10 @@ def test_it_is_thawed_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), frozen_heap():
         1 / 0  # noqa: B018
     assert gc.get_freeze_count() == 0
+
+
+def test_full_collections_can_be_rare_meanwhile() -> None:
+    thresholds = gc.get_threshold()
+    with frozen_heap(full_every=1000):
+        assert gc.get_threshold() == (*thresholds[:2], 1000)
+    assert gc.get_threshold() == thresholds

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from headway.errors import RequestError
+from headway.frozen_heap import frozen_heap
 from headway.inference.chat import render_chat
 from headway.inference.engine import RequestsAtSwap, TokenLogprobs
-from headway.inference.frozen_heap import frozen_heap
 from headway.inference.load import LoadedModel, copy_into, load_model
 from headway.inference.params import SamplingParams
 from headway.inference.sequence import FinishReason

@@ -51,7 +51,7 @@ class LiveService:
         self._agents: dict[str, tuple[list[str], subprocess.Popen[bytes]]] = {}
         self._threads = [
             threading.Thread(target=run, name=run.__name__)
-            for run in (self._run_cycles, self._keep_agents, self._keep_folds)
+            for run in (self._run_cycles, self._keep_agents, self._keep_folds, self._release_nodes)
         ]
         followers = [WebhookFollower(webhook, lambda: self.plane.lines, self._count_webhook) for webhook in webhooks]
         self._threads += [
@@ -98,6 +98,11 @@ class LiveService:
             except (EngineError, OSError) as error:
                 self._log(f"the record could not be folded: {error}")
                 self.stopping.wait(FOLD_RETRY_S)
+
+    def _release_nodes(self) -> None:
+        """Answer the nodes that wait for changes as soon as the service is to end."""
+        self.stopping.wait()
+        self.plane.node_changes.close()
 
     def why(self, job: dict[str, Any]) -> dict[str, Any]:
         """Explain the state of a job: by the scheduler if it waits there, else by what is recorded."""

@@ -1,11 +1,9 @@
 """Which nodes should hear from the service: a version per node, and waiting without asking again and again."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterable
-
-LOOK_S = 1.0
-"""How long a wait may overlook that the service is to end."""
 
 
 class NodeChanges:
@@ -13,7 +11,7 @@ class NodeChanges:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._all = 0
+        self._all, self._closed = 0, False
         self._of_node: dict[str, int] = {}
         self._waiting: dict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
@@ -35,20 +33,23 @@ class NodeChanges:
         for loop, event in woken:
             loop.call_soon_threadsafe(event.set)
 
-    async def wait(self, node: str, version: int, wait_s: float, stopping: threading.Event) -> None:
-        """Return once a node has another version, the time is over, or the service is to end."""
+    async def wait(self, node: str, version: int, wait_s: float) -> None:
+        """Return once a node has another version, the time is over, or nobody is to wait any more."""
         pair = asyncio.get_running_loop(), asyncio.Event()
         with self._lock:
             self._waiting.setdefault(node, set()).add(pair)
         try:
-            left = wait_s
-            while self.version(node) == version and left > 0 and not stopping.is_set():
-                try:
-                    await asyncio.wait_for(pair[1].wait(), min(left, LOOK_S))
-                except TimeoutError:
-                    left -= LOOK_S
+            if self.version(node) == version and not self._closed:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await pair[1].wait()
         finally:
             with self._lock:
                 self._waiting[node].discard(pair)
                 if not self._waiting[node]:
                     del self._waiting[node]
+
+    def close(self) -> None:
+        """End all waits, also those to come: the service is to end."""
+        self._closed = True
+        self.note()

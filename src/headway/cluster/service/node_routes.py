@@ -100,7 +100,7 @@ def add_node_routes(app: FastAPI, service: LiveService, authority: Authority | N
         check_protocol(report.node, body.protocol, "")
         changes = plane.node_changes
         if body.version is not None:
-            await changes.wait(report.node, body.version, body.wait_s, service.stopping)
+            await changes.wait(report.node, body.version, body.wait_s)
         version = changes.version(report.node)
         peer = request.scope.get(PEER)
         orders = plane.reports.repeated(report, peer)

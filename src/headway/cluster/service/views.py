@@ -1,7 +1,7 @@
 """What the service answers about jobs and nodes: plain values, read from the database."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -23,6 +23,8 @@ from headway.cluster.service.tables import (
 
 MOST_JOBS = 1000
 """Jobs of one answer."""
+MOST_KNOWN = 10_000
+"""Jobs whose demands are remembered."""
 _COLUMNS: tuple[str, ...] = (
     "id",
     "number",
@@ -90,7 +92,7 @@ def own_events(
 
 def name_jobs(connection: Connection, events: Iterable[ClusterEvent]) -> list[dict[str, Any]]:
     """Events with the names and tenants of their jobs."""
-    rows = [asdict(event) for event in events]
+    rows = [vars(event) for event in events]
     ids = sorted({row["job"] for row in rows if row["job"] is not None})
     known = {
         job.id: {"name": job.name, "tenant": job.tenant}
@@ -152,9 +154,18 @@ def _grants(connection: Connection, names: Iterable[str]) -> dict[str, list[tupl
 
 
 def _job(row: Row[Any], grant: list[tuple[str, list[str]]]) -> dict[str, Any]:
-    demand, request = from_json(row.demand), from_json(row.request)
     return {
         **dict(zip(_COLUMNS, row, strict=False)),  # which has two columns more
+        **_asked(row.demand, row.request),
+        "placement": [{"node": node, "gpus": gpus} for node, gpus in grant],
+    }
+
+
+@lru_cache(MOST_KNOWN)
+def _asked(demand_json: str, request_json: str) -> dict[str, Any]:
+    """What a job asks for. Remembered by its texts: reading those of a thousand jobs takes longer than all else."""
+    demand, request = from_json(demand_json), from_json(request_json)
+    return {
         "gpus": demand["gpus"],
         "machines": request["machines"],
         "cpus": request["cpus"],
@@ -162,5 +173,4 @@ def _job(row: Row[Any], grant: list[tuple[str, list[str]]]) -> dict[str, Any]:
         "preemptible": demand.get("preemptible", False),
         "user": demand.get("user", ""),
         "folder": request["folder"],
-        "placement": [{"node": node, "gpus": gpus} for node, gpus in grant],
     }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headway.errors import HeadwayError
-from headway.inference.frozen_heap import frozen_heap
+from headway.frozen_heap import frozen_heap
 from headway.inference.params import SamplingParams
 from headway.inference.text_engine import TextEngine, TextOutput
 
