@@ -212,6 +212,7 @@ FUNCTION_IMPORTS = {
     "model.py": "headway.agent takes 0.35 s to import; only recipes with model.init need it",
     "node.py": "cryptography, fastapi and sqlalchemy are an extra; without them the verb says what to install",
     "plan_request.py": "headway.agent takes 0.35 s to import; only recipes with model.init need it",
+    "submit.py": "headway.recipe and what submits runs take 0.4 s to import; commands need neither",
     "report.py": "headway.data imports NumPy, which takes 0.1 s; only runs with loss spikes need it",
     "up.py": "fastapi, sqlalchemy and uvicorn are an extra; without them the verb says what to install",
     "ui.py": "fastapi and uvicorn are an extra; without them the verb says what to install",
