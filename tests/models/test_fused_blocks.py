@@ -152,5 +152,5 @@ def test_a_token_stores_no_more_than_gradients_need(name: str, widths: int, rows
     """In widths of the stream, beside GELU's input and output; `rows` are statistics of norms and attention, of two
     heads, and angles of positions. A gated branch and its sum would be a width more. Weights are as large at any
     length, and do not count."""
-    stored_by_tokens = (stored(name, 12) - stored(name, 6)) / (2 * 6)
+    stored_by_tokens = (stored(name, 4) - stored(name, 2)) / (2 * 2)
     assert stored_by_tokens <= widths * 24 + 2 * 40 + rows
