@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,7 +98,8 @@ def test_uploaded_command_and_its_logs_need_no_common_folder(site: Site, monkeyp
     assert not list((site.runs / ".commands").glob("*/jobs"))
     headway(site.runs, "submit", "--name", "blind", "--", *python)
     eventually(lambda: site.state("blind") == "failed")
-    assert "headway: submit with --upload, or from a folder that is on" in headway(site.runs, "logs", "blind")
+    work = site.submitting / "work"
+    assert f"headway: cannot enter {work} on {socket.gethostname()}: submit" in headway(site.runs, "logs", "blind")
 
 
 def test_run_moves_to_a_node_that_never_saw_it(site: Site, tmp_path: Path, dataset: Path) -> None:

@@ -76,7 +76,7 @@ def submit_command(
         grace_s=LaunchRequest.grace_s if settings.grace_s is None else settings.grace_s,
         environment=settings.environment,
         secrets=tuple(dict.fromkeys((*settings.secrets, *resources.secrets))),
-        setup=(f"cd -- {place} || {_complaint()}", *settings.setup),
+        setup=(f"cd -- {place} 2>/dev/null || {_complaint(place)}", *settings.setup),
         site=with_user(dict(site or {}) | ({"code": digest} if upload else {})),
     )
     if dry:
@@ -97,9 +97,10 @@ def submit_command(
     return SubmittedCommand(request, job, repeated)
 
 
-def _complaint() -> str:
-    """Shell that ends a command whose folder is not on its machine."""
-    return '{ echo "headway: submit with --upload, or from a folder that is on $(hostname), too" >&2; exit 1; }'
+def _complaint(place: str) -> str:
+    """Shell that ends a command whose folder, a word of the shell, is not on its machine."""
+    why = 'echo "headway: cannot enter" {} "on $(hostname): submit with --upload, or from a folder that is there" >&2'
+    return f"{{ {why.format(place)}; exit 1; }}"
 
 
 def with_user(site: Mapping[str, str]) -> dict[str, str]:
