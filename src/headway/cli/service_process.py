@@ -136,6 +136,7 @@ def serve_cluster(start: ServiceStart, *, as_json: bool) -> None:
             service.close()
         if service.failure is not None:
             raise service.failure
+        log("stopped; jobs go on, and the next headway up finds them")
 
 
 def _open_store(start: ServiceStart, points: WritePoints) -> ServiceStore:

@@ -85,6 +85,11 @@ class LiveService:
                 elif process.returncode is not None:
                     self._log(f"the agent of node {name} ended with status {process.returncode}; starting another")
                     self._agents[name] = command, subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._end_agents()  # before they find that nobody answers them
+
+    def _end_agents(self) -> None:
+        for _, agent in self._agents.values():
+            agent.terminate()
 
     def _keep_folds(self) -> None:
         while not self.stopping.wait(AGENT_CHECK_S):
@@ -152,8 +157,7 @@ class LiveService:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
-        for _, agent in self._agents.values():
-            agent.terminate()
+        self._end_agents()
         for _, agent in self._agents.values():
             agent.wait()
         self._decider.close()
