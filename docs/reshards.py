@@ -35,13 +35,14 @@ from headway.agent.workers.env import worker_environment
 from headway.agent.workers.zygote import ZygoteClient
 from headway.cli.mesh import parse_layout
 from headway.data import BuildOptions, build_dataset
+from headway.models.custom import empty_model
 from headway.parallel import World, make_mesh, parallelize_model
 from headway.recipe import Parallel, Recipe
 from headway.recipe.load import parse_recipe
 from headway.state import Box, digest_box, find_checkpoint, state_digest
 from headway.state.tensors import ModelShare, load_state, named_state, pieces
 from headway.track import read_recipe
-from headway.train.build import build_optimizer, empty_model
+from headway.train.optim import build_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "concepts" / "state.md"

@@ -16,9 +16,10 @@ from headway.cluster.engines.settings import EngineSettings
 from headway.cluster.engines.slurm.batch_script import batch_script
 from headway.cluster.submit import staging
 from headway.cluster.submit.code_delivery import code_for
-from headway.cluster.submit.provenance import find_package, record_provenance, source_version
+from headway.cluster.submit.provenance import record_provenance, source_version
 from headway.errors import UsageError
 from headway.recipe import Data, Model, Recipe
+from headway.recipe.find_own_code import find_package
 from headway.track import RunFolder
 
 
