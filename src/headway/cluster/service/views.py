@@ -145,11 +145,11 @@ def list_nodes(connection: Connection) -> list[dict[str, Any]]:
     return answer
 
 
-def _grants(connection: Connection, names: Iterable[str]) -> dict[str, list[tuple[str, list[str]]]]:
+def _grants(connection: Connection, names: list[str]) -> dict[str, list[tuple[str, list[str]]]]:
     grants: dict[str, list[tuple[str, list[str]]]] = {}
-    for row in connection.execute(
-        select(ranks).where(ranks.c.job.in_(list(names))).order_by(ranks.c.job, ranks.c.rank)
-    ):
+    if not names:
+        return grants
+    for row in connection.execute(select(ranks).where(ranks.c.job.in_(names)).order_by(ranks.c.job, ranks.c.rank)):
         grants.setdefault(row.job, []).append((row.node, from_json(row.gpus)))
     return grants
 
