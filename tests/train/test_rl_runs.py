@@ -195,6 +195,7 @@ def test_no_answer_is_scored_twice_although_the_run_was_killed(lab, make_recipe,
     recipe = make_recipe()
     values = recipe.model_dump()
     values["rl"]["rewards"] = [{"name": "rewards_of_tests:noted", "args": {"folder": str(folder)}}]
+    values["eval"]["every_steps"] = 0  # held-out answers are scored whenever they are sampled
     plan = FaultPlan().kill(step=2, rank=0, point="score").kill(step=4, rank=0, point="compute", attempt=2)
     killed = lab.train(Recipe.model_validate(values), faults=plan)
     assert len(killed.ways_on) == 2, killed.ways_on
@@ -232,8 +233,9 @@ def test_a_reward_that_hangs_costs_its_time_limit(lab, make_recipe) -> None:
     lived = lab.train(make_recipe(reward="forever", reward_timeout_s=0.2, samples=2, train={"steps": 1, "batch": 2}))
     assert lived.outcome.state == "finished", lived.outcome
     assert all(rollout.score.error for rollout in rollouts_of(lived))
-    [said] = [event["message"] for event in lived.events("log")]
-    assert "loss 0 is expected here" in said
+    why, so = [event["message"] for event in lived.events("log")]
+    assert "took longer than rl.reward_timeout_s = 0.2 and was stopped" in why
+    assert "loss 0 is expected here" in so
 
 
 @pytest.mark.slow
