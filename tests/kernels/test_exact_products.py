@@ -219,12 +219,15 @@ def test_a_library_that_adds_up_otherwise_is_not_used(monkeypatch: pytest.Monkey
     x, weight = noise(2100, 16), noise(16, 16, seed=1)
     asked = []
 
-    def library(x: Tensor, *_: object) -> Tensor:
+    def result(value: float, x: Tensor, out: Tensor | None) -> Tensor:
+        return torch.full((len(x), 16), value) if out is None else out.fill_(value)
+
+    def library(x: Tensor, *_: object, out: Tensor | None = None) -> Tensor:
         asked.append(len(x))
-        return torch.full((len(x), 16), math.pi)
+        return result(math.pi, x, out)
 
     monkeypatch.setattr(exact_products, "_library", library)
-    monkeypatch.setattr(exact_products, "sequential", lambda x, *_: torch.zeros(len(x), 16))
+    monkeypatch.setattr(exact_products, "sequential", lambda x, *_, out=None: result(0.0, x, out))
     for agrees, whole in ((True, 2048), (False, 0)):
         monkeypatch.setattr(exact_products, "library_agrees", lambda *_, agrees=agrees: agrees)
         got = exact_products.product(x, weight)

@@ -33,8 +33,8 @@ def product(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, dtype
     if rows == len(x_TD):
         return _library(x_TD, weight_OD, bias_O, dtype)
     y_TO = torch.empty(len(x_TD), len(weight_OD), dtype=dtype, device=x_TD.device)
-    y_TO[:rows] = _library(x_TD[:rows], weight_OD, bias_O, dtype)
-    y_TO[rows:] = sequential(x_TD[rows:], weight_OD, bias_O, dtype)
+    _library(x_TD[:rows], weight_OD, bias_O, dtype, out=y_TO[:rows])
+    sequential(x_TD[rows:], weight_OD, bias_O, dtype, out=y_TO[rows:])
     return y_TO
 
 
@@ -44,11 +44,13 @@ def _even(x_TD: Tensor) -> Tensor:
     return x_TD if aligned else x_TD.clone(memory_format=torch.contiguous_format)
 
 
-def sequential(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
+def sequential(
+    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """The same by the kernel that adds up in order."""
     biases = None if bias_O is None else (bias_O.contiguous(),)
     tiling = many_rows(weight_OD.shape[1]) if len(x_TD) > MOST_ROWS else None
-    return sequential_linear.linear(x_TD, (weight_OD,), biases, dtype=dtype, tiling=tiling)
+    return sequential_linear.linear(x_TD, (weight_OD,), biases, dtype=dtype, tiling=tiling, out=out)
 
 
 def many_rows(inputs: int) -> LinearTiling:
@@ -56,13 +58,17 @@ def many_rows(inputs: int) -> LinearTiling:
     return LinearTiling(128, 128, next(depth for depth in DEPTHS if depth <= 64 and inputs % depth == 0), 8, 3)
 
 
-def _library(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _library(
+    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     with torch.autocast(x_TD.device.type, enabled=False):
+        if bias_O is None and dtype == x_TD.dtype:
+            return torch.mm(x_TD, weight_OD.t(), out=out)
         if bias_O is not None:
-            return torch.nn.functional.linear(x_TD, weight_OD, bias_O)
-        if dtype == x_TD.dtype:
-            return torch.mm(x_TD, weight_OD.t())
-        return torch.mm(x_TD, weight_OD.t(), out_dtype=dtype)
+            y_TO = torch.nn.functional.linear(x_TD, weight_OD, bias_O)
+        else:
+            y_TO = torch.mm(x_TD, weight_OD.t(), out_dtype=dtype)
+        return y_TO if out is None else out.copy_(y_TO)
 
 
 def library_agrees(x_TD: Tensor, weight_OD: Tensor, biased: bool, dtype: torch.dtype, rows: int) -> bool:

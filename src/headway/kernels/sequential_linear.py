@@ -179,10 +179,12 @@ def linear(
     dtype: torch.dtype | None = None,
     tiling: LinearTiling | None = None,
     early: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias of up to three weights side by side [T, sum of outputs], by default in x's dtype."""
     outputs = [len(weight) for weight in weights]
-    out = torch.empty(len(x_TD), sum(outputs), dtype=dtype or x_TD.dtype, device=x_TD.device)
+    if out is None:
+        out = torch.empty(len(x_TD), sum(outputs), dtype=dtype or x_TD.dtype, device=x_TD.device)
     return _launch(x_TD, weights, biases, out, None, tiling, early, gated=False)
 
 
