@@ -5,6 +5,7 @@ pages. A pass brings T new tokens of S sequences, one sequence after another; ea
 tokens up to its own, or to the last `window` of them.
 
     paged_triton.py                 GPUs
+    even_attention.py               GPUs, decoding of several sequences by fused kernels (`inference/fused_decoder.py`)
     latent_attention.py             GPUs, where keys and values are one latent vector per token
     batch_invariant_attention.py    CPUs in exact mode; on GPUs, the first has the bits of training, too
     paged_reference.py              everything else

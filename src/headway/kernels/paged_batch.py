@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.batch_invariant_attention import TilePlan, plan_tiles
+from headway.kernels.even_attention import TileList, share_out
 from headway.kernels.pointer_table import uploaded
 
 FRESH_TOKENS = 1024
@@ -36,6 +37,7 @@ class PagedBatch:
     """Where each token's key and value go: page * Z + place in it, int64."""
     _programs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _plans: dict[int, TilePlan] = field(default_factory=dict)
+    _lists: dict[int, TileList] = field(default_factory=dict)
     _spans: "dict[tuple[int, ...], KeySpan]" = field(default_factory=dict)
 
     @property
@@ -54,9 +56,20 @@ class PagedBatch:
             self._plans[share] = plan_tiles(starts[:-1], np.diff(starts), lengths, slots_SA, share)
         return self._plans[share]
 
+    @property
+    def decodes(self) -> bool:
+        """Whether all sequences have one token in this pass."""
+        return len(self.slots_T) == len(self.lengths)
+
+    def tile_list(self, page: int, *, early: bool = False) -> TileList:
+        """Return the tiles of keys of sequences that decode; made once per pass."""
+        if page not in self._lists:
+            self._lists[page] = share_out(self.lengths_S, self.tables_SP, page, early=early)
+        return self._lists[page]
+
     def programs(self, queries: int) -> tuple[Tensor, Tensor]:
         """Return the sequence and the first query of each program that has so many queries; made once per pass."""
-        if queries not in self._programs and len(self.slots_T) == len(self.lengths):  # one token each
+        if queries not in self._programs and self.decodes:
             numbers = torch.arange(len(self.lengths), dtype=torch.int32, device=self.slots_T.device)
             self._programs[queries] = numbers, torch.zeros_like(numbers)
         if queries not in self._programs:
