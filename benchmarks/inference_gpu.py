@@ -1,6 +1,6 @@
 """The engine on one GPU: does it generate what a pass without a cache does, and how fast?
 
-    python benchmarks/inference_gpu.py [OUT.json] [--only starts small large prefill kernel families]
+    python benchmarks/inference_gpu.py [OUT.json] [--only starts small exact large prefill kernel families]
 
 Random weights: speed does not depend on their values. The workload of 256 sequences is nano-vllm's, as in the figures
 for vLLM beside it (benchmarks/results/inference_h200.md).
@@ -150,7 +150,7 @@ def engine(config: dict[str, Any], context: int = 4096, **options: Any) -> LLM:
     """An engine with its kernels compiled."""
     gc.collect()
     torch.cuda.empty_cache()
-    chosen = EngineOptions(**{"memory_share": 0.8, "max_batch_tokens": 8192, **options})
+    chosen = EngineOptions(**{"memory_share": 0.8, "max_batch_tokens": 16384, **options})
     llm = LLM(load(config, torch.bfloat16, context=context), options=chosen)
     few = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=8)
     llm.generate([[7] * length for length in (128, 600, 1200)], few)
@@ -159,10 +159,10 @@ def engine(config: dict[str, Any], context: int = 4096, **options: Any) -> LLM:
 
 
 def throughput(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
-    """Tokens per second, the best of two runs."""
+    """Tokens per second, the best of three runs."""
     params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count, seed=0) for count in lengths]
     runs = []
-    for number in range(2):
+    for number in range(3):
         torch.cuda.synchronize()
         started = time.perf_counter()
         llm.generate([[number, *prompt[1:]] for prompt in prompts], params)  # nothing is shared with the run before
@@ -241,6 +241,12 @@ def small() -> Rows:
     yield "Qwen3-0.6B shape, 256 sequences", throughput(llm, *random_prompts(256, 100, 1024))
 
 
+def exact() -> Rows:
+    llm = engine(QWEN3, exact=True)
+    yield "Qwen3-0.6B shape, batch 1, exact mode", throughput(llm, SINGLE, [512])
+    yield "Qwen3-0.6B shape, 256 sequences, exact mode", throughput(llm, *random_prompts(256, 100, 1024))
+
+
 def large() -> Rows:
     llm = engine(LLAMA_8B, max_sequences=128)
     yield "Llama 8B shape, batch 1", throughput(llm, SINGLE, [256])
@@ -263,7 +269,8 @@ def families() -> Rows:
 
 
 PARTS: dict[str, Callable[[], Rows]] = {
-    "starts": starts, "small": small, "large": large, "prefill": prefills, "kernel": kernels, "families": families,
+    "starts": starts, "small": small, "exact": exact, "large": large, "prefill": prefills, "kernel": kernels,
+    "families": families,
 }  # fmt: skip
 
 
