@@ -6,7 +6,15 @@ from torch import Tensor
 from torch.library import opcheck
 
 from headway.kernels import modulated_norm as kernel
-from headway.kernels.modulated_norm import Modulation, ResidualBranch, add, add_modulated_norm, modulated_norm, tiling
+from headway.kernels.modulated_norm import (
+    Modulation,
+    ResidualBranch,
+    add,
+    add_modulated_norm,
+    modulated_norm,
+    tiles,
+    tiling,
+)
 from thinned import thinned
 
 EPS = 1e-6
@@ -150,3 +158,11 @@ def test_wrong_shapes_are_refused(shape: tuple[int, ...], rows: tuple[int, int])
 def test_each_program_has_tokens() -> None:
     for samples, tokens in ((1, 17160), (256, 256), (1, 1), (1000, 4)):
         assert 1 <= tiling(samples, tokens, 1152).chunks <= tokens
+
+
+@pytest.mark.parametrize(
+    ("width", "warps", "expected"),
+    [(1152, 4, (1024, 256)), (1536, 8, (1024, 512)), (1024, 4, (1024, 0)), (2000, 4, (2048, 0)), (24, 1, (32, 0))],
+)
+def test_two_tiles_take_less_than_the_next_power_of_two(width: int, warps: int, expected: tuple[int, int]) -> None:
+    assert tiles(width, warps) == expected

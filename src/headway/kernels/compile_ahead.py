@@ -36,6 +36,8 @@ class LaunchSpec:
     stages: int = 3
     odd: frozenset[str] = frozenset()
     """Arguments that are not divisible by 16; a launch specializes on the others."""
+    registers: int | None = None
+    """Per thread, at most; None for as many as the compiler takes."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def compiled(spec: LaunchSpec, capability: int = HOPPER) -> CompiledKernel:
     ]
     hints = {(i,): [["tt.divisibility", 16]] for i in even}
     source = ASTSource(spec.kernel, signature, dict(spec.constants), hints)
-    options = {"num_warps": spec.warps, "num_stages": spec.stages}
+    options = {"num_warps": spec.warps, "num_stages": spec.stages, "maxnreg": spec.registers}
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = _usage(kernel.asm["cubin"])
     return CompiledKernel(spec.name, usage["REG"], usage["STACK"] + usage["LOCAL"], kernel.metadata.shared)

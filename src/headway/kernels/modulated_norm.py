@@ -44,6 +44,11 @@ FORWARD_PROGRAMS = 4224
 """Of a forward pass, at least, where a program has more than one token."""
 STAGES = 3
 """Tokens whose loads are under way at a time."""
+REGISTERS, COLUMNS = 128, 12
+"""Per thread of a backward pass with 16 warps per multiprocessor, and the columns of a token that fit in those. For a
+gated branch of 1,152 Triton 3.6 takes 163 by itself, and every fourth program would wait for another to end."""
+LEAST_BLOCK = 1024
+"""Columns of the first of two tiles, at least."""
 SUMS = 4
 """Sums of a backward pass: of shift, scale, gate and of the stream's gradient."""
 
@@ -137,27 +142,42 @@ class ModulationTiling(NamedTuple):
     """How tokens are divided over programs."""
 
     block: int
-    """The width, rounded up to a power of two."""
+    """Columns of a token in the first of two tiles, a power of two."""
+    rest: int
+    """Columns of the second tile, a power of two; 0 where the first takes all. A token of 1,152 in one tile would be
+    one of 2,048, whose kernels compute 44 % for nothing and are bound by it."""
     tokens: int
     """Consecutive tokens of a program of the forward pass, which reads a sample's modulation once for all of them."""
     chunks: int
     """Programs of the backward pass per sample."""
+    forward_warps: int
+    """Of a program of the forward pass."""
     warps: int
     """Of a program of the backward pass."""
 
+    @property
+    def registers(self) -> int | None:
+        """Per thread of the backward pass, at most, so that 16 warps fit; None for tokens that do not fit in those."""
+        return REGISTERS if self.block + self.rest <= COLUMNS * 32 * self.warps else None
+
 
 def tiling(samples: int, tokens: int, width: int) -> ModulationTiling:
-    """Forward, 16 elements per thread; backward, 16 warps per multiprocessor of an H200, but 8 to 16 elements."""
-    block = 1 << (width - 1).bit_length()
+    """Forward, 16 elements per thread of one tile; backward, 16 warps per multiprocessor of an H200, but 8 to 16."""
+    whole = 1 << (width - 1).bit_length()
     chunks = max(1, min(tokens, -(-PROGRAMS // samples)))
     fitting = 8 * PROGRAMS // (samples * chunks)
-    warps = max(1, block // 512, min(block // 256, 1 << fitting.bit_length() - 1 if fitting else 1))
-    return ModulationTiling(block, max(1, min(8, samples * tokens // FORWARD_PROGRAMS)), chunks, min(16, warps))
+    warps = max(1, whole // 512, min(whole // 256, 1 << fitting.bit_length() - 1 if fitting else 1))
+    forward_warps, warps = (max(1, min(16, count)) for count in (whole // 512, warps))
+    block, rest = tiles(width, max(forward_warps, warps))
+    per_program = max(1, min(8, samples * tokens // FORWARD_PROGRAMS))
+    return ModulationTiling(block, rest, per_program, chunks, forward_warps, warps)
 
 
-def forward_warps(block: int) -> int:
-    """Return warps of a program of the forward pass."""
-    return max(1, min(16, block // 512))
+def tiles(width: int, warps: int) -> tuple[int, int]:
+    """Return columns of two tiles, the second of two or more columns per thread: less is not loaded ahead of time."""
+    whole, half = 1 << (width - 1).bit_length(), 1 << width.bit_length() - 1
+    rest = max(64 * warps, 1 << (width - half - 1).bit_length()) if width > half else 0
+    return (half, rest) if half >= LEAST_BLOCK and half + rest < whole else (whole, 0)
 
 
 # -- kernels
@@ -167,6 +187,43 @@ def forward_warps(block: int) -> int:
 def _added(x, branch, gate, GATED: tl.constexpr):
     """Of both passes; one rounding, not what a compiler makes of a product and a sum."""
     return tl.fma(branch, gate, x) if GATED else x + branch
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    """For two sums in one reduction: threads wait for each other once."""
+    return a + c, b + d
+
+
+@triton.jit
+def _per_thread(x, THREADS: tl.constexpr):
+    """Sum the columns of each thread, by which tiles of two sizes are added up."""
+    return tl.sum(tl.reshape(x, [THREADS, x.shape[0] // THREADS]), axis=1)
+
+
+@triton.jit
+def _modulation(gate_ptr, shift_ptr, scale_ptr, at, inside, base, GATED: tl.constexpr, NORM: tl.constexpr):
+    gate = tl.full(at.shape, 1, tl.float32)
+    shift = gate
+    scale = gate
+    if GATED:
+        gate = tl.load(gate_ptr + at, mask=inside, other=0)
+    if NORM:
+        shift = tl.load(shift_ptr + at, mask=inside, other=0)
+        scale = base + tl.load(scale_ptr + at, mask=inside, other=0)
+    return gate, shift, scale
+
+
+@triton.jit
+def _stream(x_ptr, branch_ptr, sum_ptr, at, inside, gate, ADD: tl.constexpr, GATED: tl.constexpr):
+    """Read a tile of a token; with a branch, add it and write the sum."""
+    x = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
+    if ADD:
+        branch = tl.load(branch_ptr + at, mask=inside, other=0).to(tl.float32)
+        rounded = _added(x, branch, gate, GATED).to(x_ptr.dtype.element_ty)
+        tl.store(sum_ptr + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -184,6 +241,8 @@ def _forward_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    THREADS: tl.constexpr,
     TOKENS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
@@ -193,28 +252,87 @@ def _forward_kernel(
     sample = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    gate = tl.full([BLOCK], 1, tl.float32)
-    if GATED:
-        gate = tl.load(gate_ptr + sample * WIDTH + column, mask=inside, other=0)
-    if NORM:
-        shift = tl.load(shift_ptr + sample * WIDTH + column, mask=inside, other=0)
-        scale = base + tl.load(scale_ptr + sample * WIDTH + column, mask=inside, other=0)
+    at = sample * WIDTH + column
+    gate, shift, scale = _modulation(gate_ptr, shift_ptr, scale_ptr, at, inside, base, GATED, NORM)
+    if REST:
+        column_2 = BLOCK + tl.arange(0, REST)
+        inside_2 = column_2 < WIDTH
+        at_2 = sample * WIDTH + column_2
+        gate_2, shift_2, scale_2 = _modulation(gate_ptr, shift_ptr, scale_ptr, at_2, inside_2, base, GATED, NORM)
     first = tl.program_id(0) * TOKENS
     for token in tl.range(first, tl.minimum(first + TOKENS, tokens), num_stages=STAGES):
         row = sample * tokens + token
-        x = tl.load(x_ptr + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
-        if ADD:
-            branch = tl.load(branch_ptr + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
-            rounded = _added(x, branch, gate, GATED).to(x_ptr.dtype.element_ty)
-            tl.store(sum_ptr + row * WIDTH + column, rounded, mask=inside)
-            x = rounded.to(tl.float32)
+        at = row * WIDTH + column
+        x = _stream(x_ptr, branch_ptr, sum_ptr, at, inside, gate, ADD, GATED)
+        if REST:
+            at_2 = row * WIDTH + column_2
+            x_2 = _stream(x_ptr, branch_ptr, sum_ptr, at_2, inside_2, gate_2, ADD, GATED)
         if NORM:
-            mean = tl.sum(x, axis=0) / WIDTH
+            total = x
+            if REST:
+                total = _per_thread(x, THREADS) + _per_thread(x_2, THREADS)
+            mean = tl.sum(total, axis=0) / WIDTH
             away = tl.where(inside, x - mean, 0.0)
-            rstd = 1 / tl.sqrt(tl.sum(away * away, axis=0) / WIDTH + eps)
+            squares = away * away
+            if REST:
+                away_2 = tl.where(inside_2, x_2 - mean, 0.0)
+                squares = _per_thread(squares, THREADS) + _per_thread(away_2 * away_2, THREADS)
+            rstd = 1 / tl.sqrt(tl.sum(squares, axis=0) / WIDTH + eps)
             tl.store(statistics_ptr + 2 * row, mean)
             tl.store(statistics_ptr + 2 * row + 1, rstd)
-            tl.store(y_ptr + row * WIDTH + column, away * rstd * scale + shift, mask=inside)
+            tl.store(y_ptr + at, away * rstd * scale + shift, mask=inside)
+            if REST:
+                tl.store(y_ptr + at_2, away_2 * rstd * scale_2 + shift_2, mask=inside_2)
+
+
+@triton.jit
+def _slopes(
+    grad_ptr,
+    grad_sum_ptr,
+    stream_ptr,
+    branch_ptr,
+    statistics_ptr,
+    row,
+    at,
+    inside,
+    gate,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    MORE: tl.constexpr,
+):
+    """Read a tile of a token: both gradients, it normalized, and the branch. Outside they are 0, but for it normalized,
+    which only meets gradients there."""
+    dsum = tl.zeros(at.shape, dtype=tl.float32)
+    grad = dsum
+    normal = dsum
+    branch = dsum
+    if MORE:
+        dsum = tl.load(grad_sum_ptr + at, mask=inside, other=0).to(tl.float32)
+    if GATED:
+        branch = tl.load(branch_ptr + at, mask=inside, other=0).to(tl.float32)
+    if NORM:
+        grad = tl.load(grad_ptr + at, mask=inside, other=0).to(tl.float32)
+        x = tl.load(stream_ptr + at, mask=inside, other=0).to(tl.float32)
+        if GATED:
+            x = _added(x, branch, gate, GATED).to(stream_ptr.dtype.element_ty).to(tl.float32)
+        normal = (x - tl.load(statistics_ptr + 2 * row)) * tl.load(statistics_ptr + 2 * row + 1)
+    return dsum, grad, normal, branch
+
+
+@triton.jit
+def _write(dsum_ptr, dbranch_ptr, at, inside, dsum, gate, GATED: tl.constexpr, NORM: tl.constexpr):
+    if GATED:
+        tl.store(dbranch_ptr + at, dsum * gate, mask=inside)
+    if NORM:  # else it is the gradient that was given
+        tl.store(dsum_ptr + at, dsum, mask=inside)
+
+
+@triton.jit
+def _write_sums(out_ptr, inside, dshift, dscale, dgate, total, WIDTH: tl.constexpr):
+    tl.store(out_ptr, dshift, mask=inside)
+    tl.store(out_ptr + WIDTH, dscale, mask=inside)
+    tl.store(out_ptr + 2 * WIDTH, dgate, mask=inside)
+    tl.store(out_ptr + 3 * WIDTH, total, mask=inside)
 
 
 @triton.jit
@@ -233,6 +351,8 @@ def _backward_kernel(
     base,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    THREADS: tl.constexpr,
     GATED: tl.constexpr,
     NORM: tl.constexpr,
     MORE: tl.constexpr,
@@ -242,45 +362,63 @@ def _backward_kernel(
     sample = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    if NORM:
-        scale = base + tl.load(scale_ptr + sample * WIDTH + column, mask=inside, other=0)
-    if GATED:
-        gate = tl.load(gate_ptr + sample * WIDTH + column, mask=inside, other=0)
+    at = sample * WIDTH + column
+    gate, _, scale = _modulation(gate_ptr, scale_ptr, scale_ptr, at, inside, base, GATED, NORM)
     dshift = tl.zeros([BLOCK], dtype=tl.float32)
     dscale = tl.zeros([BLOCK], dtype=tl.float32)
     dgate = tl.zeros([BLOCK], dtype=tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
+    if REST:
+        column_2 = BLOCK + tl.arange(0, REST)
+        inside_2 = column_2 < WIDTH
+        at_2 = sample * WIDTH + column_2
+        gate_2, _, scale_2 = _modulation(gate_ptr, scale_ptr, scale_ptr, at_2, inside_2, base, GATED, NORM)
+        dshift_2 = tl.zeros([REST], dtype=tl.float32)
+        dscale_2 = tl.zeros([REST], dtype=tl.float32)
+        dgate_2 = tl.zeros([REST], dtype=tl.float32)
+        total_2 = tl.zeros([REST], dtype=tl.float32)
     for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
         row = sample * tokens + token
         at = row * WIDTH + column
-        dsum = tl.zeros([BLOCK], dtype=tl.float32)
-        if MORE:
-            dsum = tl.load(grad_sum_ptr + at, mask=inside, other=0).to(tl.float32)
-        if GATED:
-            branch = tl.load(branch_ptr + at, mask=inside, other=0).to(tl.float32)
+        dsum, grad, normal, branch = _slopes(
+            grad_ptr, grad_sum_ptr, stream_ptr, branch_ptr, statistics_ptr, row, at, inside, gate, GATED, NORM, MORE
+        )
+        if REST:
+            at_2 = row * WIDTH + column_2
+            dsum_2, grad_2, normal_2, branch_2 = _slopes(
+                grad_ptr, grad_sum_ptr, stream_ptr, branch_ptr, statistics_ptr, row, at_2, inside_2, gate_2, GATED,
+                NORM, MORE,
+            )  # fmt: skip
         if NORM:
-            grad = tl.load(grad_ptr + at, mask=inside, other=0).to(tl.float32)
-            x = tl.load(stream_ptr + at, mask=inside, other=0).to(tl.float32)
-            if GATED:
-                x = _added(x, branch, gate, GATED).to(stream_ptr.dtype.element_ty).to(tl.float32)
             rstd = tl.load(statistics_ptr + 2 * row + 1)
-            normal = tl.where(inside, (x - tl.load(statistics_ptr + 2 * row)) * rstd, 0.0)
             scaled = grad * scale
-            slope = tl.sum(scaled * normal, axis=0) / WIDTH
-            dsum += tl.where(inside, rstd * (scaled - tl.sum(scaled, axis=0) / WIDTH - normal * slope), 0.0)
+            level = scaled
+            slope = scaled * normal
+            if REST:
+                scaled_2 = grad_2 * scale_2
+                level = _per_thread(level, THREADS) + _per_thread(scaled_2, THREADS)
+                slope = _per_thread(slope, THREADS) + _per_thread(scaled_2 * normal_2, THREADS)
+            level, slope = tl.reduce((level, slope), 0, _add_pairs)
+            level = level / WIDTH
+            slope = slope / WIDTH
+            dsum += rstd * (scaled - level - normal * slope)
             dshift += grad
             dscale += grad * normal
+            if REST:
+                dsum_2 += rstd * (scaled_2 - level - normal_2 * slope)
+                dshift_2 += grad_2
+                dscale_2 += grad_2 * normal_2
         total += dsum
-        if GATED:
-            dgate += dsum * branch
-            tl.store(dbranch_ptr + at, dsum * gate, mask=inside)
-        if NORM:  # else it is the gradient that was given
-            tl.store(dsum_ptr + at, dsum, mask=inside)
-    out = partial_ptr + (sample * tl.num_programs(0) + tl.program_id(0)) * SUMS * WIDTH + column
-    tl.store(out, dshift, mask=inside)
-    tl.store(out + WIDTH, dscale, mask=inside)
-    tl.store(out + 2 * WIDTH, dgate, mask=inside)
-    tl.store(out + 3 * WIDTH, total, mask=inside)
+        dgate += dsum * branch
+        _write(dsum_ptr, dbranch_ptr, at, inside, dsum, gate, GATED, NORM)
+        if REST:
+            total_2 += dsum_2
+            dgate_2 += dsum_2 * branch_2
+            _write(dsum_ptr, dbranch_ptr, at_2, inside_2, dsum_2, gate_2, GATED, NORM)
+    out_ptr = partial_ptr + (sample * tl.num_programs(0) + tl.program_id(0)) * SUMS * WIDTH
+    _write_sums(out_ptr + column, inside, dshift, dscale, dgate, total, WIDTH)
+    if REST:
+        _write_sums(out_ptr + column_2, inside_2, dshift_2, dscale_2, dgate_2, total_2, WIDTH)
 
 
 # -- operators: opaque to a compiler, so that it neither copies what they return nor splits their passes
@@ -304,8 +442,9 @@ def _norm(
         _forward_kernel[(triton.cdiv(tokens, cut.tokens), samples)](
             x, x if branch is None else branch, x if gate is None else gate, x if shift is None else shift,
             x if scale is None else scale, total, y, statistics, tokens, base, eps,
-            WIDTH=width, BLOCK=cut.block, TOKENS=cut.tokens, ADD=branch is not None, GATED=gate is not None,
-            NORM=shift is not None, STAGES=STAGES, num_warps=forward_warps(cut.block),
+            WIDTH=width, BLOCK=cut.block, REST=cut.rest, THREADS=32 * cut.forward_warps, TOKENS=cut.tokens,
+            ADD=branch is not None, GATED=gate is not None, NORM=shift is not None, STAGES=STAGES,
+            num_warps=cut.forward_warps,
         )  # fmt: skip
     return total, y, statistics
 
@@ -354,8 +493,9 @@ def _norm_backward(
     _backward_kernel[(cut.chunks, samples)](
         *(sums if x is None else x for x in (*given, stream, branch, gate, scale)),
         statistics, dsum, dbranch, partial, tokens, base,
-        WIDTH=width, BLOCK=cut.block, GATED=gate is not None, NORM=grad is not None, MORE=grad_sum is not None,
-        SUMS=SUMS, STAGES=STAGES, num_warps=cut.warps,
+        WIDTH=width, BLOCK=cut.block, REST=cut.rest, THREADS=32 * cut.warps, GATED=gate is not None,
+        NORM=grad is not None, MORE=grad_sum is not None, SUMS=SUMS, STAGES=STAGES, num_warps=cut.warps,
+        maxnreg=cut.registers,
     )  # fmt: skip
     sum_partials(partial, sums)
     return dsum, dbranch, sums
@@ -449,26 +589,32 @@ class _Norm(torch.autograd.Function):
 # -- launches to compile ahead of time
 
 
-def _launches(width: int, dtype: str, *, gated: bool, norm: bool, add: bool = True) -> tuple[LaunchSpec, LaunchSpec]:
-    """Launches of both passes over 16,384 tokens."""
-    x, single, cut = f"*{dtype}", "*fp32", tiling(1, 16384, width)
+def _launches(
+    width: int, dtype: str, *, gated: bool, norm: bool, add: bool = True, samples: int = 1
+) -> tuple[LaunchSpec, LaunchSpec]:
+    """Launches of both passes over 65,536 tokens."""
+    x, single, cut = f"*{dtype}", "*fp32", tiling(samples, 65536 // samples, width)
     name = f"modulated_norm_{width}_{dtype}" + "_add" * add + "_gated" * gated + "_norm" * norm
     forward = {"x_ptr": x, "branch_ptr": x, "gate_ptr": single, "shift_ptr": single, "scale_ptr": single}
     forward |= {"sum_ptr": x, "y_ptr": x, "statistics_ptr": single, "tokens": "i32", "base": "fp32", "eps": "fp32"}
     backward = {"grad_ptr": x, "grad_sum_ptr": x, "stream_ptr": x, "branch_ptr": x, "gate_ptr": single}
     backward |= {"scale_ptr": single, "statistics_ptr": single, "dsum_ptr": x, "dbranch_ptr": x}
     backward |= {"partial_ptr": single, "tokens": "i32", "base": "fp32"}
-    shared = {"WIDTH": width, "BLOCK": cut.block, "GATED": gated, "NORM": norm, "STAGES": STAGES}
-    more = {"MORE": add, "SUMS": SUMS}
-    first = {**shared, "ADD": add, "TOKENS": cut.tokens}
+    shared = {"WIDTH": width, "BLOCK": cut.block, "REST": cut.rest, "GATED": gated, "NORM": norm, "STAGES": STAGES}
+    more = {"MORE": add, "SUMS": SUMS, "THREADS": 32 * cut.warps}
+    first = {**shared, "ADD": add, "TOKENS": cut.tokens, "THREADS": 32 * cut.forward_warps}
     return (
-        LaunchSpec(name, _forward_kernel, forward, first, warps=forward_warps(cut.block)),
-        LaunchSpec(f"{name}_backward", _backward_kernel, backward, {**shared, **more}, warps=cut.warps),
+        LaunchSpec(name, _forward_kernel, forward, first, warps=cut.forward_warps),
+        LaunchSpec(
+            f"{name}_backward", _backward_kernel, backward, {**shared, **more}, cut.warps, registers=cut.registers
+        ),
     )
 
 
 AHEAD: tuple[LaunchSpec, ...] = (
-    *_launches(1152, "bf16", gated=True, norm=True),
+    *_launches(1152, "bf16", gated=True, norm=True, samples=256),
+    *_launches(1152, "bf16", gated=False, norm=True, add=False, samples=256),
+    *_launches(1152, "bf16", gated=True, norm=False, samples=256),
     *_launches(1536, "bf16", gated=True, norm=True),
     *_launches(1536, "bf16", gated=False, norm=True),
     *_launches(1536, "bf16", gated=False, norm=True, add=False),
