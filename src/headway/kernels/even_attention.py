@@ -165,11 +165,11 @@ def _join_kernel(
     first_run = ((first + 1) * runs - 1) // all_tiles
     last_run = (end * runs - 1) // all_tiles
     if first_run < last_run:
-        one, size = tl.arange(0, 1), tl.arange(0, HEAD)
+        single, size = tl.arange(0, 1), tl.arange(0, HEAD)
         peak = tl.full([1], -float("inf"), tl.float32)
         total, acc = tl.zeros([1], tl.float32), tl.zeros([1, HEAD], tl.float32)
         for run in range(first_run, last_run + 1):
-            part = (run * 2 + (run == first_run).to(tl.int32)) * heads + head + one
+            part = (run * 2 + (run == first_run).to(tl.int32)) * heads + head + single
             more_peak = tl.load(peaks_ptr + part)
             new_peak = tl.maximum(peak, more_peak)
             shrink, more_shrink = tl.exp2(peak - new_peak), tl.exp2(more_peak - new_peak)
@@ -177,7 +177,7 @@ def _join_kernel(
             more = tl.load(parts_ptr + part.to(tl.int64)[:, None] * HEAD + size[None, :])
             acc = acc * shrink[:, None] + more * more_shrink[:, None]
             peak = new_peak
-        place = (sequence.to(tl.int64) * heads + head + one)[:, None] * HEAD + size[None, :]
+        place = (sequence.to(tl.int64) * heads + head + single)[:, None] * HEAD + size[None, :]
         tl.store(out_ptr + place, acc / total[:, None])
 
 
