@@ -506,8 +506,8 @@ def trl(work: Work, options: argparse.Namespace, folder: Path, *, vllm: bool) ->
         "num_generations": work.samples, "max_completion_length": work.longest, "num_iterations": 1,
         "shuffle_dataset": False, "mask_truncated_completions": False,
     }  # fmt: skip
-    if vllm:
-        settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
+    if vllm:  # with TRL's own share of the memory, which holds all sequences; TRL makes texts of tokens itself
+        settings |= {"use_vllm": True, "vllm_mode": "colocate", "generation_kwargs": {"detokenize": False}}
     else:
         settings |= {"use_transformers_continuous_batching": True}
     if options.device == "cpu":
@@ -610,5 +610,8 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # TRL reaches into the engine
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HOME", tempfile.gettempdir() + "/headway-benchmark-hub")
     main()
