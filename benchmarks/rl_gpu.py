@@ -195,10 +195,9 @@ def measured(output: str, why: str) -> dict[str, Any]:
 
     A way of Headway prints its whole step before it times its parts, of which it may fail.
     """
-    texts = [text for text in output.splitlines() if text.startswith("{") and '"timed_since"' not in text]
-    printed = [json.loads(text) for text in texts]
-    errors = [result["error"] for result in printed if "error" in result]
-    results = [result for result in printed if "error" not in result]
+    printed = [row for row in _rows(output) if "timed_since" not in row]
+    errors = [row["error"] for row in printed if "error" in row]
+    results = [row for row in printed if "error" not in row]
     if not results:
         return {"error": errors[-1] if errors else why, **_least(output)}
     return results[-1] | ({"parts_failed": errors[-1]} if errors else {})
@@ -206,8 +205,18 @@ def measured(output: str, why: str) -> dict[str, Any]:
 
 def _least(output: str) -> dict[str, Any]:
     """What is known of a way that was stopped: its timed step had taken so long already."""
-    begun = [json.loads(text)["timed_since"] for text in output.splitlines() if text.startswith('{"timed_since"')]
+    begun = [row["timed_since"] for row in _rows(output) if "timed_since" in row]
     return {"step_s_at_least": time.time() - begun[-1]} if begun else {}
+
+
+def _rows(output: str) -> list[dict[str, Any]]:
+    """The JSON objects that a process printed, a line each; TRL prints its own metrics as Python does."""
+    rows = list[dict[str, Any]]()
+    for text in output.splitlines():
+        if text.startswith('{"'):
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(text))
+    return rows
 
 
 def tell_begin() -> None:
