@@ -195,10 +195,9 @@ def measured(output: str, why: str) -> dict[str, Any]:
 
     A way of Headway prints its whole step before it times its parts, of which it may fail.
     """
-    texts = [text for text in output.splitlines() if text.startswith("{") and '"timed_since"' not in text]
-    printed = [json.loads(text) for text in texts]
-    errors = [result["error"] for result in printed if "error" in result]
-    results = [result for result in printed if "error" not in result]
+    printed = [row for row in _rows(output) if "timed_since" not in row]
+    errors = [row["error"] for row in printed if "error" in row]
+    results = [row for row in printed if "error" not in row]
     if not results:
         return {"error": errors[-1] if errors else why, **_least(output)}
     return results[-1] | ({"parts_failed": errors[-1]} if errors else {})
@@ -206,8 +205,18 @@ def measured(output: str, why: str) -> dict[str, Any]:
 
 def _least(output: str) -> dict[str, Any]:
     """What is known of a way that was stopped: its timed step had taken so long already."""
-    begun = [json.loads(text)["timed_since"] for text in output.splitlines() if text.startswith('{"timed_since"')]
+    begun = [row["timed_since"] for row in _rows(output) if "timed_since" in row]
     return {"step_s_at_least": time.time() - begun[-1]} if begun else {}
+
+
+def _rows(output: str) -> list[dict[str, Any]]:
+    """The JSON objects that a process printed, a line each; TRL prints its own metrics as Python does."""
+    rows = list[dict[str, Any]]()
+    for text in output.splitlines():
+        if text.startswith('{"'):
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(text))
+    return rows
 
 
 def tell_begin() -> None:
@@ -506,8 +515,8 @@ def trl(work: Work, options: argparse.Namespace, folder: Path, *, vllm: bool) ->
         "num_generations": work.samples, "max_completion_length": work.longest, "num_iterations": 1,
         "shuffle_dataset": False, "mask_truncated_completions": False,
     }  # fmt: skip
-    if vllm:
-        settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
+    if vllm:  # with TRL's own share of the memory, which holds all sequences; TRL makes texts of tokens itself
+        settings |= {"use_vllm": True, "vllm_mode": "colocate", "generation_kwargs": {"detokenize": False}}
     else:
         settings |= {"use_transformers_continuous_batching": True}
     if options.device == "cpu":
@@ -610,5 +619,8 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # TRL reaches into the engine
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HOME", tempfile.gettempdir() + "/headway-benchmark-hub")
     main()

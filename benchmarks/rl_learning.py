@@ -1,6 +1,6 @@
 """Whether reinforcement learning teaches a real model something: correct answers to held-out one-step arithmetic.
 
-    python benchmarks/rl_learning.py MODEL MAWPS.jsonl [--seeds 1 2 3 4 5] [--lr 3e-5] [--limit 500] [--out FILE]
+    python benchmarks/rl_learning.py MODEL MAWPS.jsonl [--seeds 1 2 3 4 5] [--lr 4e-5] [--limit 500] [--out FILE]
         [--set KEY=VALUE ...]
 
 MODEL is a folder with a chat template, such as SmolLM2-135M-Instruct. Every seed is a run of recipes/grpo-mawps.toml,
@@ -37,7 +37,7 @@ from headway.train.build import Parts, build
 from headway.train.evaluate_tasks import evaluate_tasks, tasks_of
 from headway.train.loop import train
 from headway.train.stop import StopRequest
-from rl_gpu import NoSaves
+from rl_gpu import NoSaves, spans_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RISE = 0.2
@@ -134,9 +134,12 @@ class Proof:
         result: dict[str, Any] = {"seed": seed, "after": after, "rise": after - self.before, "steps": len(saves.ends)}
         result |= {key: recorded(run, key) for key in ("reward", "length", "truncated", "mismatch")}
         result |= {"began_s": began, "started_s": started, "trained_s": trained_s, "ended_s": self.seconds}
+        result["spans_s"] = spans_of(run.events, since=2)
         rewards = result["reward"]
         some = " ".join(f"{value:.2f}" for value in rewards[:: max(1, len(rewards) // 12)])
         print(f"{run.name}: {len(rewards)} steps in {trained_s:.0f} s, {after:.3f}; rewards {some}", flush=True)
+        spans = ", ".join(f"{name} {seconds:.3f}" for name, seconds in result["spans_s"].items())
+        print(f"{run.name}: seconds of a step: {spans}", flush=True)
         return result
 
     def correct(self, parts: Parts, step: int) -> float:
@@ -190,7 +193,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("mawps", type=Path)
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--lr", default="3e-5")
+    parser.add_argument("--lr", default="4e-5")
     parser.add_argument("--steps", type=int, default=100, help="steps of a run, if the time suffices")
     parser.add_argument("--limit", type=float, default=500, help="seconds for everything")
     parser.add_argument("--max-tokens", type=int, default=200, help="of an answer to a held-out question")

@@ -89,6 +89,15 @@ def test_answers_are_scored_while_others_are_still_generated(scorer: Scorer) -> 
     assert scorer.wait() == {}
 
 
+def test_a_poll_with_a_timeout_returns_as_soon_as_a_score_is_there(scorer: Scorer) -> None:
+    scorer.score([Answer("first", "", {}, 1, "stop")])  # the processes have started
+    number, polls = scorer.submit(Answer("second", "", {}, 1, "stop")), 1
+    while not (scores := scorer.poll(600.0)):
+        polls += 1
+    assert list(scores) == [number]
+    assert polls <= 4  # a pipe that can be written to, and a message per term
+
+
 def test_a_reward_that_raises_is_worth_nothing_and_its_traceback_is_kept(scorer: Scorer) -> None:
     good, bad, left = scorer.score([answer("ok"), answer("raise"), answer("exit")])
     assert good.error is None

@@ -38,9 +38,10 @@ class Scorer:
             "finish": answer.finish,
         })  # fmt: skip
 
-    def poll(self) -> dict[int, AnswerScore]:
-        """Return the scores that are complete since the last call, by number in rising order. Never waits."""
-        self._pool.advance(0)
+    def poll(self, timeout_s: float = 0.0) -> dict[int, AnswerScore]:
+        """Return the scores that are complete since the last call, by number in rising order; wait for so long at most
+        until a process sends something."""
+        self._pool.advance(timeout_s)
         return self._taken()
 
     def wait(self) -> dict[int, AnswerScore]:

@@ -1,6 +1,5 @@
 """Samples answers and has them scored meanwhile: what a training worker does in turns, and a generator all the time."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -10,8 +9,8 @@ from headway.rl.rollout import Rollout
 from headway.rl.scorer import Scorer, with_environment
 from headway.train.answers import AnswerRequest, AnswerSampler
 
-POLL_S = 0.01
-"""Between looks at the scorers once all answers are sampled."""
+ROUND_S = 0.01
+"""Between two calls of `on_round` at most, once all answers are sampled."""
 
 
 class ScoredAnswers:
@@ -41,17 +40,17 @@ class ScoredAnswers:
     def wait(self) -> None:
         """Wait for the scores of the last."""
         while self._unscored:
-            self._take()
-            if self._unscored:
-                time.sleep(POLL_S)
+            self._take(ROUND_S)
 
     def _submit(self, rollout: Rollout) -> None:
         answer = answer_of(rollout, self._prompts[rollout.sample, rollout.answer])
         self._unscored[self._scorer.submit(answer)] = rollout
 
-    def _take(self) -> None:
+    def _take(self, timeout_s: float = 0.0) -> None:
+        """Store the scores there are. Waiting is for a process that scores, each of which holds two answers: sleeping
+        instead has those cost as much as the sleep, which is long beside a `math` reward."""
         self._on_round()
-        for number, score in self._scorer.poll().items():
+        for number, score in self._scorer.poll(timeout_s).items():
             rollout = self._unscored.pop(number)
             rollout = replace(rollout, score=with_environment(score, rollout.score))
             self._store(rollout)
