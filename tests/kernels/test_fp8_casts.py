@@ -115,17 +115,14 @@ def test_numbers_below_half_of_the_smallest_code_become_zero(e5m2: bool) -> None
     assert (fp8.reference(x, one, one, e5m2=e5m2)[0].float() != 0).tolist() == [[False, False, True]]
 
 
-@pytest.mark.parametrize("way", ["reference", "triton"])
-def test_parts_of_other_tensors_are_written(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way == "triton":
-        monkeypatch.setattr(dispatch, "devices", ("cuda", "cpu"))
+def test_parts_of_other_tensors_are_written() -> None:
     x, whole, whole_t = (
         drawn(48, 32, dtype=torch.bfloat16),
         torch.zeros(96, 32, dtype=E4M3),
         torch.zeros(32, 96, dtype=E4M3),
     )
     scale = cast(x).scale
-    cast_into(x, inverse_of(scale), inverse_of(scale), whole[48:], whole_t[:, 48:])
+    cast_into(x, inverse_of(scale), whole[48:], whole_t[:, 48:])
     right = cast(x)
     assert torch.equal(whole[48:].float(), right.codes.float())
     assert torch.equal(whole_t[:, 48:].float(), right.codes_t.float())

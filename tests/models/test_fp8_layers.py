@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headway.errors import ModelError, RecipeError
+from headway.kernels import dispatch
 from headway.kernels.fp8 import E4M3, cast
 from headway.models import empty_decoder, fp8, fp8_grouped, fp8_linear
 from headway.models.fp8 import groups_of, make_fp8
@@ -210,6 +211,24 @@ def test_changed_weights_are_cast_anew() -> None:
     after = spread.passes(*batch())
     assert before != after
     assert spread.evaluate(batch()[0]) == after * 64
+
+
+def test_weights_cast_together_have_the_codes_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights in bfloat16: Triton's interpreter cuts off what it should round."""
+    spread = parallel(recipe_of())
+    with torch.no_grad():
+        for parameter in spread.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    spread.refresh()
+    groups = [group.weights for group in spread.float8.groups]
+    wanted = [(held.codes.float(), held.codes_t.float(), held.scale.clone()) for held in groups]
+    for held in groups:
+        held.codes.zero_(), held.codes_t.zero_(), held.scale.zero_()
+    monkeypatch.setattr(dispatch, "devices", ("cuda", "cpu"))
+    spread.refresh()
+    for held, right in zip(groups, wanted, strict=True):
+        made = (held.codes.float(), held.codes_t.float(), held.scale)
+        assert all(torch.equal(one, other) for one, other in zip(made, right, strict=True))
 
 
 def test_adapters_learn_beside_a_base_in_float8() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.errors import ModelError
+from headway.kernels.dispatch import uses_triton
 from headway.models.experts import Experts
 from headway.models.fp8_linear import OBSERVED, Float8Options, Float8Weights, TensorScales
 from headway.models.layers import FUSED, GatedFeedForward, Linear
@@ -128,6 +129,11 @@ class Float8Model:
         """Cast held weights, which an optimizer or a load may have changed."""
         matrices = [group.matrices for group in self._held]
         inverses: Sequence[Tensor | None] = [None] * len(matrices)
+        if self._scales is not None and uses_triton("fp8", matrices[0][0]):
+            self._scales.cast(
+                [group.weights.places_of(weights) for group, weights in zip(self._held, matrices, strict=True)]
+            )
+            return
         if self._scales is not None:
             inverses = self._scales.refresh(matrices)
         for group, weights, inverse in zip(self._held, matrices, inverses, strict=True):

@@ -33,6 +33,7 @@ from headway.kernels.fp8 import (
     scale_of,
     smallest,
 )
+from headway.kernels.fp8_weights import CastGroup, CastTable, cast_all, table_of
 from headway.kernels.gated import gated_pair, gated_pair_backward
 from headway.kernels.inputs import autocast
 
@@ -77,6 +78,12 @@ class Float8Weights:
         self.codes = torch.empty(outputs, inputs, dtype=E4M3, device=device)
         self.codes_t = torch.empty(inputs, outputs, dtype=E4M3, device=device)
 
+    def places_of(self, weights: tuple[Tensor, ...]) -> CastGroup:
+        """Return weights and where their codes go."""
+        assert self.codes is not None
+        assert self.codes_t is not None
+        return CastGroup(tuple(weight.detach() for weight in weights), self.codes, self.codes_t)
+
     @torch.no_grad()
     def refresh(self, weights: tuple[Tensor, ...], inverse: Tensor | None = None) -> None:
         """Cast weights that have changed; `inverse` is that of their common scale, if not by rows."""
@@ -93,7 +100,7 @@ class Float8Weights:
         begin = 0
         for weight in weights:
             end = begin + len(weight)
-            cast_into(weight, inverse, inverse, self.codes[begin:end], self.codes_t[:, begin:end])
+            cast_into(weight, inverse, self.codes[begin:end], self.codes_t[:, begin:end])
             begin = end
 
 
@@ -108,6 +115,8 @@ class TensorScales:
         self._places = torch.tensor(places, device=device)
         """The weights of each group, as often as a group may have some."""
         self.scales = torch.ones(len(sizes), 1, SCALE_STRIDE, device=device)[..., :1]
+        self._inverses = torch.ones(len(sizes), device=device)
+        self._table: CastTable | None = None
 
     @torch.no_grad()
     def refresh(self, groups: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -116,6 +125,12 @@ class TensorScales:
         amaxes = norms.bfloat16().float()[self._places].amax(dim=1)  # the largest of rounded numbers
         self.scales.copy_(scale_of(amaxes, e5m2=False).view(-1, 1, 1))
         return inverse_of(self.scales).unbind()
+
+    @torch.no_grad()
+    def cast(self, groups: list[CastGroup]) -> None:
+        """Find the scales of weights that have changed and cast them, on a device with Triton: each is read once."""
+        self._table = table_of(groups, self._table)
+        cast_all(self._table, self.scales, self._inverses)
 
 
 # -- products
