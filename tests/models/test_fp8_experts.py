@@ -1,11 +1,13 @@
 """Experts in float8 as one function: places by brute force, products against those of bfloat16 and of single tokens."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
-from headway.kernels import dispatch
-from headway.kernels.expert_codes import activation, activation_backward, row_codes, turned
+from headway.kernels import dispatch, expert_codes
+from headway.kernels.expert_codes import activation, activation_backward, relative_scales, row_codes, turned
 from headway.kernels.expert_rows import reference_activation, reference_activation_backward
 from headway.kernels.fp8 import E4M3, MULTIPLE
 from headway.models.fp8_experts import float8_experts, padded_places
@@ -55,19 +57,18 @@ def error(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize(("tokens", "experts", "seen"), [(1, 2, 1), (40, 6, 3), (100, 5, 2)])
 def test_every_row_has_a_place_and_experts_begin_at_multiples(tokens: int, experts: int, seen: int) -> None:
     chosen = choices(tokens, experts, seen)
-    back, ends, token, expert = padded_places(chosen, experts)
+    back, ends, token = padded_places(chosen, experts)
     assert (ends % MULTIPLE == 0).all()
     assert len(token) >= ends[-1]
-    taken = dict[int, tuple[int, int]]()
+    taken = dict[int, int]()
     for t in range(tokens):
         for x in range(seen):
             place, e = int(back[t, x]), int(chosen[t, x])
             assert place not in taken
-            taken[place] = t, e
+            taken[place] = t
             assert (int(ends[e - 1]) if e else 0) <= place < ends[e]
     for place in range(len(token)):
-        wanted = taken.get(place, (-1, 0))
-        assert (int(token[place]), int(expert[place])) == wanted
+        assert int(token[place]) == taken.get(place, -1)
 
 
 @pytest.mark.parametrize("kernel", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
@@ -118,6 +119,28 @@ def test_codes_are_turned_and_scaled(kernel: str, factors: bool, monkeypatch: py
     for place, source in enumerate(row.tolist()):
         right = torch.zeros(150) if source < 0 else codes[source].float() * (factor[place] if factors else 1)
         assert torch.equal(out[:, place].float(), right.to(E4M3).float())
+
+
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+@pytest.mark.parametrize("broken", [False, True], ids=["finite", "nan"])
+def test_scales_are_relative_to_the_largest_of_the_expert(
+    kernel: str, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By brute force; the first expert and the last have no rows, and one has more than a program reads at a time."""
+    monkeypatch.setattr(expert_codes, "SCALES", 16)
+    token = torch.tensor([0, 1, -1, 2] * 10 + [-1] * 8 + [3, 0] * 8 + [-1] * 16, dtype=torch.int32)
+    ends = torch.tensor([0, 48, 64, 64], dtype=torch.int32)
+    scale = 2.0 ** torch.randint(-9, 9, (80,), generator=torch.Generator().manual_seed(0))
+    scale[2] = math.nan  # of no row
+    other = torch.tensor([1, 4, math.nan if broken else 0.5, 2.0**-7])
+    if kernel == "triton":
+        monkeypatch.setattr(dispatch, "devices", ("cuda", "cpu"))
+    factor, most = relative_scales(scale, other, token, ends)
+    sizes = torch.where(token < 0, 0, scale * other[token.clamp(min=0).long()])
+    wanted = [2.0**-126, sizes[:48].max().item(), sizes[48:64].max().item(), 2.0**-126]
+    torch.testing.assert_close(most, torch.tensor(wanted), rtol=0, atol=0, equal_nan=True)
+    relative = torch.cat((sizes[:48] / most[1], sizes[48:64] / most[2], sizes[64:]))
+    torch.testing.assert_close(factor, relative, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headway.kernels.expert_codes import activation, activation_backward, turned
+from headway.kernels.expert_codes import activation, activation_backward, relative_scales, turned
 from headway.kernels.expert_rows import combined, spread
 from headway.kernels.fp8 import E4M3, MULTIPLE, Float8, cast
 from headway.models.fp8_linear import Float8Weights, observe
@@ -32,7 +32,6 @@ class Places(NamedTuple):
     """Where each expert's places end."""
     token_M: Tensor
     """The token of a place, or -1."""
-    expert_M: Tensor
 
 
 def float8_experts(
@@ -57,8 +56,7 @@ def padded_places(chosen_TX: Tensor, count: int) -> Places:
     total = (len(order_N) + count * (MULTIPLE - 1) + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     token_M = torch.full((total,), -1, dtype=torch.int32, device=order_N.device)
     token_M = token_M.scatter_(0, place_N.long(), (order_N // chosen_TX.shape[1]).int())
-    expert_M = torch.zeros_like(token_M).scatter_(0, place_N.long(), expert_N.int())
-    return Places(back_TX, padded_ends_E, token_M, expert_M)
+    return Places(back_TX, padded_ends_E, token_M)
 
 
 class _Float8Experts(torch.autograd.Function):
@@ -74,7 +72,6 @@ class _Float8Experts(torch.autograd.Function):
         back_TX: Tensor,
         ends_E: Tensor,
         token_M: Tensor,
-        expert_M: Tensor,
     ) -> Tensor:
         x8 = cast(x_TD, rowwise=True, columns=False)
         gate8, up8, down8 = (cast(matrices.bfloat16().flatten(0, 1)) for matrices in (gate_EHD, up_EHD, down_EDH))
@@ -90,7 +87,7 @@ class _Float8Experts(torch.autograd.Function):
         kept = [x for matrices8 in (gate8, up8, down8) for x in (matrices8.codes_t, matrices8.scale)]
         seen = None if observed is None else observe(x_TD, x8, e5m2=False)
         ctx.save_for_backward(
-            x8.codes, x8.scale, gate_MH, up_MH, *h8, weights_TX, *kept, back_TX, ends_E, token_M, expert_M, seen
+            x8.codes, x8.scale, gate_MH, up_MH, *h8, weights_TX, *kept, back_TX, ends_E, token_M, seen
         )
         ctx.dtypes = [matrices.dtype for matrices in (gate_EHD, up_EHD, down_EDH)]
         return y_TD
@@ -98,7 +95,7 @@ class _Float8Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_codes, x_scale, gate_MH, up_MH, h_codes, h_scale, weights_TX, *kept = ctx.saved_tensors
-        gate_t, gate_scale, up_t, up_scale, down_t, down_scale, back_TX, ends_E, token_M, expert_M, seen = kept
+        gate_t, gate_scale, up_t, up_scale, down_t, down_scale, back_TX, ends_E, token_M, seen = kept
         dtype, experts = dy_TD.dtype, len(ends_E)
         dy8 = cast(dy_TD, rowwise=True, columns=False)
         drows, dscale_M = _spread(dy8.codes, dy8.scale, back_TX, token_M)
@@ -114,17 +111,17 @@ class _Float8Experts(torch.autograd.Function):
         slopes: list[Tensor | None] = [None] * 3
         if any(ctx.needs_input_grad[2:5]):
             x_t, dy_t = turned(x_codes, token_M), turned(dy8.codes, token_M)
-            x_scale_M, dy_scale_M = (scale.flatten()[token_M.clamp(min=0)] for scale in (x_scale, dy8.scale))
-            dgate_t, dgate_most = _with_scales(dgate, dgate_scale * x_scale_M, token_M, expert_M, experts)
-            dup_t, dup_most = _with_scales(dup, dup_scale * x_scale_M, token_M, expert_M, experts)
-            h_t, h_most = _with_scales(h_codes, h_scale * dy_scale_M, token_M, expert_M, experts)
+            places = token_M, ends_E
+            dgate_t, dgate_most = _with_scales(dgate, dgate_scale, x_scale, *places)
+            dup_t, dup_most = _with_scales(dup, dup_scale, x_scale, *places)
+            h_t, h_most = _with_scales(h_codes, h_scale, dy8.scale, *places)
             slopes = [
                 _over_rows(dgate_t, x_t, dgate_most, ends_E, dtype).to(ctx.dtypes[0]),
                 _over_rows(dup_t, x_t, dup_most, ends_E, dtype).to(ctx.dtypes[1]),
                 _over_rows(dy_t, h_t, h_most, ends_E, dtype).to(ctx.dtypes[2]),
             ]
         observed = None if seen is None else torch.cat((seen, observe(dy_TD, dy8, e5m2=False)[1:]))
-        return dx_TD, dweights_TX, *slopes, observed, None, None, None, None
+        return dx_TD, dweights_TX, *slopes, observed, None, None, None
 
 
 def _spread(codes_TD: Tensor, scale_T1: Tensor, back_TX: Tensor, token_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,14 +136,12 @@ def _turned_back(codes_t: Tensor, experts: int) -> Tensor:
 
 
 def _with_scales(
-    codes_MC: Tensor, scale_M: Tensor, token_M: Tensor, expert_M: Tensor, experts: int
+    codes_MC: Tensor, scale_M: Tensor, other_T1: Tensor, token_M: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return transposed codes that have the scales of rows, and what is left: a scale per expert."""
-    scale_M = torch.where(token_M < 0, 0, scale_M)
-    most_E = torch.zeros(experts, device=scale_M.device).scatter_reduce(0, expert_M.long(), scale_M, "amax")
-    most_E = most_E.clamp(min=2.0**-126)
+    """Return transposed codes that have both factors' scales by row, and what is left: a scale per expert."""
+    factor_M, most_E = relative_scales(scale_M, other_T1.flatten(), token_M, ends_E)
     places_M = torch.where(token_M < 0, -1, torch.arange(len(token_M), dtype=torch.int32, device=token_M.device))
-    return turned(codes_MC, places_M, scale_M / most_E[expert_M]), most_E
+    return turned(codes_MC, places_M, factor_M), most_E
 
 
 def _by_expert(
