@@ -9,6 +9,11 @@
 Tokens are cast before they are spread: X copies of a byte per number. Float8 products sum over groups of a multiple of
 16 rows, so that each expert's rows begin at one; places between are never read as rows, and are zeros where sums run
 over rows. Weights are cast once per pass, both ways; codes for the backward pass are kept: 1 byte per weight.
+
+All nine sum in the tensor core's own accumulator, of some 14 bits, as torchao's experts do. Sums of experts are short,
+over a width or an expert's rows: simulated with 14 bits, sums of 2048 random products lose 0.08 %, and 0.26 % if
+numbers have a mean of half their spread, beside 4 and 0.4 % that codes in e4m3 are off by. Over 16,384 it is 0.3 and
+4 %: so the dense layers of `fp8_linear.py`, whose gradients sum over all tokens, sum exactly there.
 """
 
 from typing import Any, NamedTuple
@@ -78,7 +83,7 @@ class _Float8Experts(torch.autograd.Function):
 
         def product(rows: tuple[Tensor, Tensor], matrices8: Float8, shape: torch.Size) -> Tensor:
             codes_t_E = matrices8.codes.view(shape).mT
-            return _by_expert(*rows, codes_t_E, matrices8.scale, ends_E, x_TD.dtype, fast=True)
+            return _by_expert(*rows, codes_t_E, matrices8.scale, ends_E, x_TD.dtype)
 
         rows = _spread(x8.codes, x8.scale, back_TX, token_M)
         gate_MH, up_MH = product(rows, gate8, gate_EHD.shape), product(rows, up8, up_EHD.shape)
@@ -145,14 +150,14 @@ def _with_scales(
 
 
 def _by_expert(
-    a_MK: Tensor, scale_M: Tensor, b_EKN: Tensor, scale: Tensor, ends_E: Tensor, dtype: torch.dtype, fast: bool = False
+    a_MK: Tensor, scale_M: Tensor, b_EKN: Tensor, scale: Tensor, ends_E: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return each place's row times its expert's matrix; b's dim of length K is contiguous."""
     experts, _, outputs = b_EKN.shape
     if a_MK.device.type == "cuda":
         scale_EN = scale.expand(experts, outputs).contiguous()
         by_expert: Tensor = torch._scaled_grouped_mm(
-            a_MK, b_EKN, scale_M, scale_EN, offs=ends_E, out_dtype=dtype, use_fast_accum=fast
+            a_MK, b_EKN, scale_M, scale_EN, offs=ends_E, out_dtype=dtype, use_fast_accum=True
         )
         return by_expert
     out_MN, begins = a_MK.new_zeros(len(a_MK), outputs, dtype=dtype), [0, *ends_E.tolist()]
@@ -168,7 +173,9 @@ def _over_rows(a_CM: Tensor, b_KM: Tensor, scale_E: Tensor, ends_E: Tensor, dtyp
     if a_CM.device.type == "cuda":
         scale_a = scale_E.repeat_interleave(len(a_CM))
         scale_b = torch.ones(len(b_KM) * len(ends_E), device=a_CM.device)
-        whole: Tensor = torch._scaled_grouped_mm(a_CM, b_KM.mT, scale_a, scale_b, offs=ends_E, out_dtype=dtype)
+        whole: Tensor = torch._scaled_grouped_mm(
+            a_CM, b_KM.mT, scale_a, scale_b, offs=ends_E, out_dtype=dtype, use_fast_accum=True
+        )
         return whole
     begins = [0, *ends_E.tolist()]
     with torch.autocast(a_CM.device.type, enabled=False):

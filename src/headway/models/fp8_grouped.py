@@ -53,7 +53,7 @@ class _GroupedLinear(torch.autograd.Function):
         codes, scales = _scaled(matrices_EOK.bfloat16().mT.flatten(0, 1), e5m2=False)
         dx_NK = torch._scaled_grouped_mm(
             dy8.codes, codes.view(experts, inputs, outputs).mT, dy8.scale.flatten(), scales.view(experts, inputs),
-            offs=ends_E, out_dtype=dy_NO.dtype,
+            offs=ends_E, out_dtype=dy_NO.dtype, use_fast_accum=True,
         )  # fmt: skip
         dw_EOK = None
         if ctx.needs_input_grad[1]:
