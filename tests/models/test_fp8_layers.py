@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from headway.errors import ModelError, RecipeError
 from headway.kernels import dispatch
 from headway.kernels.fp8 import E4M3, cast
+from headway.kernels.fp8_observed import observe
 from headway.models import empty_decoder, fp8, fp8_grouped, fp8_linear
 from headway.models.fp8 import groups_of, make_fp8
 from headway.models.fp8_linear import OBSERVED, Float8Options, Float8Weights, TensorScales, linear
@@ -266,9 +267,7 @@ def test_shares_that_become_zero_and_that_do_not_fit_are_counted() -> None:
 
 
 def fp8_observed(x: Tensor) -> list[float]:
-    from headway.models.fp8_linear import observe
-
-    values: list[float] = observe(x, cast(x), e5m2=False).tolist()
+    values: list[float] = observe(x, cast(x), e5m2=False).sum(dim=0).tolist()
     return values
 
 

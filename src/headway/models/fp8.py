@@ -147,7 +147,7 @@ class Float8Model:
     def observed(self) -> Tensor:
         """Return what each group observed since `forget` [groups, OBSERVED], summed over passes."""
         rows = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in self.leaves]
-        return torch.stack(rows) if rows else torch.zeros(0, len(OBSERVED))
+        return torch.stack(rows).sum(dim=1) if rows else torch.zeros(0, len(OBSERVED))
 
     def forget(self) -> None:
         """Start to observe anew."""

@@ -24,7 +24,8 @@ from torch import Tensor
 from headway.kernels.expert_codes import activation, activation_backward, relative_scales, turned
 from headway.kernels.expert_rows import combined, spread
 from headway.kernels.fp8 import E4M3, MULTIPLE, Float8, cast
-from headway.models.fp8_linear import Float8Weights, observe
+from headway.kernels.fp8_observed import observe
+from headway.models.fp8_linear import Float8Weights
 from headway.models.fused_experts import sorted_places
 
 
@@ -125,7 +126,7 @@ class _Float8Experts(torch.autograd.Function):
                 _over_rows(dup_t, x_t, dup_most, ends_E, dtype).to(ctx.dtypes[1]),
                 _over_rows(dy_t, h_t, h_most, ends_E, dtype).to(ctx.dtypes[2]),
             ]
-        observed = None if seen is None else torch.cat((seen, observe(dy_TD, dy8, e5m2=False)[1:]))
+        observed = None if seen is None else observe(dy_TD, dy8, e5m2=False, before=seen)
         return dx_TD, dweights_TX, *slopes, observed, None, None, None
 
 
