@@ -65,6 +65,8 @@ class Float8Weights:
         self.scale: Tensor | None = None
         self.scale_t: Tensor | None = None
         """Of columns; None if it is that of rows."""
+        self.stacks: tuple[Float8Weights, ...] = ()
+        """Of experts: the codes of gate, up and down, one expert after the other, if they are held."""
         self.observed: Tensor | None = None
         """[16, OBSERVED]; sums over dim 0 are what was observed."""
 
@@ -81,7 +83,7 @@ class Float8Weights:
         """Return weights and where their codes go."""
         assert self.codes is not None
         assert self.codes_t is not None
-        return CastGroup(tuple(weight.detach() for weight in weights), self.codes, self.codes_t)
+        return CastGroup(weights, self.codes, self.codes_t)
 
     @torch.no_grad()
     def refresh(self, weights: tuple[Tensor, ...], inverse: Tensor | None = None) -> None:
