@@ -1,7 +1,7 @@
 """Whether float8 training ends where bfloat16 does: a 0.3B decoder, three seeds, 1,000 steps, on one GPU.
 
-    python benchmarks/fp8_numerics.py --data DATASET [--ways bf16 tensorwise rowwise e4m3] [--seeds 3] [--steps 1000]
-        [--json FILE]
+    python benchmarks/fp8_numerics.py --data DATASET [--ways bf16 tensorwise rowwise e4m3] [--seeds 3] [--first-seed 0]
+        [--steps 1000] [--json FILE]
 
 Every way trains the same model from the same weights on the same rows, by the trainer's own step (compiled blocks,
 AdamW, warm-up and cosine). A way passes if its mean loss of the last 100 steps, over the seeds, is within 0.5 % of
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=["bf16", "tensorwise", "rowwise"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0, help="To run seeds that another run left out.")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
@@ -59,7 +60,7 @@ def main() -> None:
     tokens = open_dataset(options.data).tokens[0]
     runs = list[dict[str, Any]]()
     for way in options.ways:
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             began = time.perf_counter()
             losses = train(way, seed, np.asarray(tokens), options)
             runs.append({"way": way, "seed": seed, "last": statistics.mean(losses[-LAST:]), "losses": losses[::10]})

@@ -18,6 +18,8 @@ with its grouped products.
 
     python benchmarks/train_gpu.py --rows "OLMoE 4096x4" --ways headway transformers bound
 
+Its rows in fp8 have the experts in float8, or all linear layers of blocks.
+
 The row of one long sequence has a peer with gradient checkpointing, whose attention is cuDNN's in both passes; it takes
 ten seconds per step, and times the second.
 
@@ -90,6 +92,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "OLMoE 4096x4 fp8 experts": {
         "model": OLMOE, "seq": 4096, "batch": 4, "train": LOW | {"fp8": {"layers": ["**.experts"]}},
         "peer": "transformers",
+    },
+    "OLMoE 4096x4 fp8": {
+        "model": OLMOE, "seq": 4096, "batch": 4, "train": LOW | {"fp8": {}}, "peer": "transformers",
     },
 }  # fmt: skip
 WAYS = ("headway", "liger", "transformers", "torchao", "torchao-rowwise", "bound")

@@ -2,12 +2,14 @@
 
     activation   h[n] = w[n] * silu(gate[n]) * up[n], in e4m3 with a scale per row, in one pass
     turned       codes_t[:, n] = codes[row[n]] * factor[n], or zeros where row[n] is -1
+    relative     factor[n] = scale[n] * other[token[n]] / most[e], with most[e] the largest such product of an expert
 
 The gradient of a weight sums over rows, and scales by row cannot leave such a sum. But they are powers of two: of two
 factors that are multiplied row by row, one takes both scales into its codes, relative to the largest of the expert.
 That is exact but where a code gets too small, as it would with one scale for all rows.
 
-Both are memory-bound; a row is in one program, which finds its scale and casts it without reading it again.
+All are memory-bound; a row is in one program, which finds its scale and casts it without reading it again. An expert's
+scales are in one program too: they lie side by side, and a maximum by atomics would wait for as many rows.
 
 Shapes: as in `expert_rows`; M places for rows, of which each expert has a multiple of 16.
 """
@@ -24,6 +26,10 @@ from headway.kernels.triton_compat import tl, triton, triton_op
 
 MOST_WIDTH = 8192
 """Elements of a row that a program holds."""
+SCALES = 4096
+"""Scales of an expert's rows that a program reads at a time."""
+LEAST_SCALE = 2.0**-126
+"""Of an expert whose rows are all zeros."""
 
 
 def row_codes(x_MK: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,6 +73,24 @@ def turned(codes_RC: Tensor, row_M: Tensor, factor_M: Tensor | None = None) -> T
         codes: Tensor = _turned(codes_RC, row_M, factor_M)
         return codes
     return reference_turned(codes_RC, row_M, factor_M)
+
+
+def relative_scales(scale_M: Tensor, other_T: Tensor, token_M: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales of rows times those of their tokens, relative to the largest of their expert; and these."""
+    if uses_triton("fp8", scale_M):
+        scales: tuple[Tensor, Tensor] = _relative(scale_M, other_T, token_M, ends_E)
+        return scales
+    return reference_relative(scale_M, other_T, token_M, ends_E)
+
+
+def reference_relative(scale_M: Tensor, other_T: Tensor, token_M: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, in PyTorch."""
+    scale_M = torch.where(token_M < 0, 0, scale_M * other_T[token_M.clamp(min=0)])
+    numbers_M = torch.arange(len(token_M), dtype=ends_E.dtype, device=ends_E.device)
+    expert_M = torch.searchsorted(ends_E, numbers_M, right=True).clamp(max=len(ends_E) - 1)
+    most_E = torch.zeros(len(ends_E), device=scale_M.device).scatter_reduce(0, expert_M, scale_M, "amax")
+    most_E = most_E.clamp(min=LEAST_SCALE)
+    return scale_M / most_E[expert_M], most_E
 
 
 # -- kernels
@@ -142,6 +166,37 @@ def _turned_kernel(
         codes = tl.where(inside, codes.to(tl.uint8, bitcast=True), 0)
     out = out_ptr + column[:, None] * places + place[None, :]
     tl.store(out, tl.trans(codes), mask=(column < width)[:, None] & (place < places)[None, :])
+
+
+@triton.jit
+def _row_scales(scale_ptr, other_ptr, token_ptr, place, end):
+    """Products of positive scales, or NaN; zeros where no row is."""
+    token = tl.load(token_ptr + place, mask=place < end, other=-1)
+    scale = tl.load(scale_ptr + place, mask=token >= 0, other=0)
+    return scale * tl.load(other_ptr + token, mask=token >= 0, other=0)
+
+
+@triton.jit
+def _relative_kernel(
+    scale_ptr, other_ptr, token_ptr, ends_ptr, factor_ptr, most_ptr, places, experts, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    if expert == experts - 1:
+        end = places
+    most = tl.zeros([BLOCK], tl.int32)
+    for first in range(begin, end, BLOCK):
+        scale = _row_scales(scale_ptr, other_ptr, token_ptr, first + tl.arange(0, BLOCK), end)
+        most = tl.maximum(most, scale.to(tl.int32, bitcast=True))  # ordered as numbers are, NaNs above all
+    largest = tl.max(most, axis=0).to(tl.float32, bitcast=True)
+    largest = tl.where(largest < LEAST, LEAST, largest)
+    tl.store(most_ptr + expert, largest)
+    for first in range(begin, end, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        scale = _row_scales(scale_ptr, other_ptr, token_ptr, place, end)
+        tl.store(factor_ptr + place, scale * (1.0 / largest), mask=place < end)
 
 
 # -- operators
@@ -243,6 +298,34 @@ def _(codes_RC: Tensor, row_M: Tensor, _factor_M: Tensor | None) -> Tensor:
     return codes_RC.new_empty(codes_RC.shape[1], len(row_M))
 
 
+@triton_op("headway::experts_relative_scales", mutates_args=())
+def _relative(scale_M: Tensor, other_T: Tensor, token_M: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    factor_M, most_E = _scales(scale_M, ends_E)
+    wrap_triton(_relative_kernel)[(len(ends_E),)](
+        scale_M.contiguous(),
+        other_T.contiguous(),
+        token_M.contiguous(),
+        ends_E.contiguous(),
+        factor_M,
+        most_E,
+        len(token_M),
+        len(ends_E),
+        LEAST=LEAST_SCALE,
+        BLOCK=SCALES,
+        num_warps=WARPS,
+    )
+    return factor_M, most_E
+
+
+@_relative.register_fake
+def _(scale_M: Tensor, _other_T: Tensor, _token_M: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    return _scales(scale_M, ends_E)
+
+
+def _scales(scale_M: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(scale_M), scale_M.new_empty(len(ends_E))
+
+
 # -- launches to compile ahead of time
 
 
@@ -266,5 +349,11 @@ AHEAD: tuple[LaunchSpec, ...] = (
             {"FACTORS": factors, "ROUNDS": False, "BLOCK": BLOCK}, warps=WARPS,
         )
         for factors in (False, True)
+    ),
+    LaunchSpec(
+        "experts_relative_scales", _relative_kernel,
+        dict.fromkeys(("scale_ptr", "other_ptr", "factor_ptr", "most_ptr"), "*fp32")
+        | dict.fromkeys(("token_ptr", "ends_ptr"), "*i32") | {"places": "i32", "experts": "i32"},
+        {"LEAST": LEAST_SCALE, "BLOCK": SCALES}, warps=WARPS,
     ),
 )  # fmt: skip

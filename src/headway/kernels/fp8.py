@@ -118,15 +118,10 @@ def reference(
     return codes, codes_t
 
 
-def cast_into(
-    x_MK: Tensor, inverse: Tensor, inverse_t: Tensor, codes_MK: Tensor, codes_KM: Tensor, *, rowwise: bool = False
-) -> None:
-    """Write the codes in e4m3 of a matrix as bfloat16 has it into parts of other tensors."""
-    if uses_triton("fp8", x_MK):
-        _launch(x_MK, inverse, inverse_t, codes_MK, codes_KM, e5m2=False, rowwise=rowwise, wrapped=False)
-        return
-    x_MK = x_MK.bfloat16()
-    for part, codes in zip((codes_MK, codes_KM), reference(x_MK, inverse, inverse_t, e5m2=False), strict=True):
+def cast_into(x_MK: Tensor, inverse: Tensor, codes_MK: Tensor, codes_KM: Tensor) -> None:
+    """Write the codes in e4m3 of a matrix as bfloat16 has it into parts of other tensors, in PyTorch; see
+    `fp8_weights.py`."""
+    for part, codes in zip((codes_MK, codes_KM), reference(x_MK.bfloat16(), inverse, inverse, e5m2=False), strict=True):
         part.copy_(codes)
 
 
@@ -176,7 +171,6 @@ def _cast_kernel(
     ROWWISE: tl.constexpr,
     WRITES_ROWS: tl.constexpr,
     WRITES_COLUMNS: tl.constexpr,
-    THROUGH_BFLOAT16: tl.constexpr,
     ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -185,8 +179,6 @@ def _cast_kernel(
     column = ((tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0).to(tl.float32)
-    if THROUGH_BFLOAT16:
-        x = x.to(tl.bfloat16).to(tl.float32)
     if ROWWISE:
         by_row = tl.load(inverse_ptr + row, mask=row < rows, other=1)[:, None]
     else:
@@ -235,15 +227,13 @@ def _launch(
     *,
     e5m2: bool,
     rowwise: bool,
-    wrapped: bool = True,
 ) -> None:
-    """Write what is not empty of codes; `wrapped` inside of an operator."""
+    """Write what is not empty of codes."""
     count, width = x_MK.shape
     if x_MK.numel() == 0:
         return
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
-    kernel = wrap_triton(_cast_kernel) if wrapped else _cast_kernel
-    kernel[(-(-count // BLOCK) * -(-width // BLOCK),)](
+    wrap_triton(_cast_kernel)[(-(-count // BLOCK) * -(-width // BLOCK),)](
         x_MK,
         inverse.contiguous(),
         inverse_t.contiguous(),
@@ -258,7 +248,6 @@ def _launch(
         ROWWISE=rowwise,
         WRITES_ROWS=codes.numel() > 0,
         WRITES_COLUMNS=codes_t.numel() > 0,
-        THROUGH_BFLOAT16=not wrapped and x_MK.dtype == torch.float32,
         ROUNDS=x_MK.device.type == "cpu",
         BLOCK=BLOCK,
         num_warps=WARPS,
@@ -274,7 +263,7 @@ def _ahead(name: str, dtype: str, *, e5m2: bool, rowwise: bool, rows: bool = Tru
     types |= {"codes_t_ptr": codes, "rows": count, "width": count}
     types |= {"x_stride": count, "codes_stride": count, "codes_t_stride": count}
     constants = {"E5M2": e5m2, "ROWWISE": rowwise, "WRITES_ROWS": rows, "WRITES_COLUMNS": columns}
-    constants |= {"THROUGH_BFLOAT16": dtype == "fp32", "ROUNDS": False, "BLOCK": BLOCK}
+    constants |= {"ROUNDS": False, "BLOCK": BLOCK}
     return LaunchSpec(f"fp8_cast_{name}", _cast_kernel, types, constants, warps=WARPS)
 
 
@@ -282,6 +271,5 @@ AHEAD: tuple[LaunchSpec, ...] = (
     _ahead("activation", "bf16", e5m2=False, rowwise=False),
     _ahead("gradient", "bf16", e5m2=True, rowwise=False),
     _ahead("rowwise", "bf16", e5m2=False, rowwise=True),
-    _ahead("weight_fp32", "fp32", e5m2=False, rowwise=False),
     _ahead("rows", "bf16", e5m2=False, rowwise=False, columns=False),
 )

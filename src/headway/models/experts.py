@@ -108,9 +108,13 @@ class Experts(nn.Module):
 
     def _is_fused(self, x_TD: Tensor) -> bool:
         """Whether all of a pass is one function: experts are here, without biases, and products are grouped."""
+        return self.is_plain and len(x_TD) > 0 and self._kernel(x_TD.device, x_TD.dtype) == "grouped"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of a pass is one function where products are grouped."""
         plain = self.activation is swiglu and self.gate_bias is None and not self.is_shared
-        plain = plain and not self.exact and (self.fp8 is None or self.gate.shape[1] <= MOST_WIDTH)
-        return plain and len(x_TD) > 0 and self._kernel(x_TD.device, x_TD.dtype) == "grouped"
+        return plain and not self.exact and (self.fp8 is None or self.gate.shape[1] <= MOST_WIDTH)
 
     def compute(self, rows_ND: Tensor, expert_N: Tensor) -> Tensor:
         """Apply to each row its expert, by number; rows are sorted by expert."""

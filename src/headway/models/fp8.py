@@ -4,13 +4,14 @@
 what a worker then has: it casts held weights once per step, and returns what layers observed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from headway.errors import ModelError
+from headway.kernels.dispatch import uses_triton
 from headway.models.experts import Experts
 from headway.models.fp8_linear import OBSERVED, Float8Options, Float8Weights, TensorScales
 from headway.models.layers import FUSED, GatedFeedForward, Linear
@@ -25,6 +26,8 @@ TOGETHER: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
     (GatedFeedForward, ("gate", "up")),
 )
 """Layers that `project` applies to one input."""
+STACKS = ("gate", "up", "down")
+"""Matrices of experts."""
 
 
 def make_fp8(model: nn.Module, section: Model, fp8: Fp8, device: torch.device, *, holds: bool) -> None:
@@ -88,10 +91,30 @@ class Float8Group(NamedTuple):
     layers: tuple[nn.Module, ...]
     weights: Float8Weights
 
+
+class HeldWeights(NamedTuple):
+    """Weights whose codes are held, with one scale or one per row."""
+
+    weights: Float8Weights
+    layers: tuple[nn.Module, ...]
+    name: str = "weight"
+
     @property
     def matrices(self) -> tuple[Tensor, ...]:
-        """Return the layers' weights."""
-        return tuple(layer.weight for layer in self.layers if isinstance(layer, Linear))
+        """Return the layers' weights; stacks of experts one expert after the other."""
+        return tuple(getattr(layer, self.name).detach().flatten(0, -2) for layer in self.layers)
+
+
+def _held(groups: Iterable[Float8Group], device: torch.device) -> Iterator[HeldWeights]:
+    """Yield what a process holds that has whole weights: all but experts whose pass is not one function."""
+    for group in groups:
+        experts = group.layers[0]
+        if not isinstance(experts, Experts):
+            yield HeldWeights(group.weights, group.layers)
+        elif experts.is_plain and experts.grouped_on(device):
+            group.weights.stacks = tuple(Float8Weights(Float8Options()) for _ in STACKS)
+            for name, weights in zip(STACKS, group.weights.stacks, strict=True):
+                yield HeldWeights(weights, (experts,), name)
 
 
 def groups_of(model: nn.Module) -> Iterator[Float8Group]:
@@ -111,27 +134,34 @@ class Float8Model:
 
     def __init__(self, model: nn.Module, device: torch.device, *, holds: bool) -> None:
         self.groups = tuple(groups_of(model))
-        self._held = [group for group in self.groups if holds and group.matrices]
-        for group in self._held:
-            weights = group.matrices
-            group.weights.hold(sum(len(weight) for weight in weights), weights[0].shape[1], device)
+        held = list(_held(self.groups, device)) if holds else []
+        for each in held:
+            matrices = each.matrices
+            each.weights.hold(sum(len(matrix) for matrix in matrices), matrices[0].shape[1], device)
+        self._by_row = [each for each in held if each.weights.rowwise]
+        self._by_tensor = [each for each in held if not each.weights.rowwise]
         self._scales: TensorScales | None = None
-        if self._held and not self._held[0].weights.rowwise:
-            self._scales = TensorScales([len(group.layers) for group in self._held], device)
-            for group, scale in zip(self._held, self._scales.scales.unbind(), strict=True):
-                group.weights.scale = scale
+        if self._by_tensor:
+            self._scales = TensorScales([len(each.layers) for each in self._by_tensor], device)
+            for each, scale in zip(self._by_tensor, self._scales.scales.unbind(), strict=True):
+                each.weights.scale = scale
         for group in self.groups:
             group.weights.observe(device)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast held weights, which an optimizer or a load may have changed."""
-        matrices = [group.matrices for group in self._held]
-        inverses: Sequence[Tensor | None] = [None] * len(matrices)
-        if self._scales is not None:
-            inverses = self._scales.refresh(matrices)
-        for group, weights, inverse in zip(self._held, matrices, inverses, strict=True):
-            group.weights.refresh(weights, inverse)
+        for each in self._by_row:
+            each.weights.refresh(each.matrices)
+        if self._scales is None:
+            return
+        matrices = [each.matrices for each in self._by_tensor]
+        if uses_triton("fp8", matrices[0][0]):
+            places = [each.weights.places_of(of) for each, of in zip(self._by_tensor, matrices, strict=True)]
+            self._scales.cast(places)
+            return
+        for each, of, inverse in zip(self._by_tensor, matrices, self._scales.refresh(matrices), strict=True):
+            each.weights.refresh(of, inverse)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -141,7 +171,7 @@ class Float8Model:
     def observed(self) -> Tensor:
         """Return what each group observed since `forget` [groups, OBSERVED], summed over passes."""
         rows = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in self.leaves]
-        return torch.stack(rows) if rows else torch.zeros(0, len(OBSERVED))
+        return torch.stack(rows).sum(dim=1) if rows else torch.zeros(0, len(OBSERVED))
 
     def forget(self) -> None:
         """Start to observe anew."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from headway.kernels.fp8 import cast
-from headway.models.fp8_linear import Float8Weights, observe
+from headway.kernels.fp8_observed import observe
+from headway.models.fp8_linear import Float8Weights
 
 
 def grouped_linear(rows_NK: Tensor, matrices_EOK: Tensor, ends_E: Tensor, float8: Float8Weights) -> Tensor:
@@ -53,10 +54,10 @@ class _GroupedLinear(torch.autograd.Function):
         codes, scales = _scaled(matrices_EOK.bfloat16().mT.flatten(0, 1), e5m2=False)
         dx_NK = torch._scaled_grouped_mm(
             dy8.codes, codes.view(experts, inputs, outputs).mT, dy8.scale.flatten(), scales.view(experts, inputs),
-            offs=ends_E, out_dtype=dy_NO.dtype,
+            offs=ends_E, out_dtype=dy_NO.dtype, use_fast_accum=True,
         )  # fmt: skip
         dw_EOK = None
         if ctx.needs_input_grad[1]:
             dw_EOK = nn.functional.grouped_mm(dy_NO.mT, rows_NK, offs=ends_E).to(matrices_EOK.dtype)
-        observed = None if seen is None else torch.cat((seen, observe(dy_NO, dy8, e5m2=ctx.e5m2)[1:]))
+        observed = None if seen is None else observe(dy_NO, dy8, e5m2=ctx.e5m2, before=seen)
         return dx_NK, dw_EOK, None, observed, None

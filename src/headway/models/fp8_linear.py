@@ -12,8 +12,9 @@ Where a process has all of a weight, its codes are cast once per step (`Float8We
 gathered or split, they are cast at each use, and again in the backward pass.
 
 Every layer observes its numbers on the way: the largest magnitude of inputs and gradients, and of a sample of their
-rows the shares that become zero and that would not fit. These travel as the gradient of `observed`, a leaf that nothing
-else reads: so a compiler, recomputation and CUDA graphs treat them as they treat any gradient.
+rows the shares that become zero and that would not fit (`kernels/fp8_observed.py`). These travel as the gradient of
+`observed`, a leaf that nothing else reads: so a compiler, recomputation and CUDA graphs treat them as they treat any
+gradient.
 """
 
 from typing import Any, NamedTuple
@@ -28,11 +29,11 @@ from headway.kernels.fp8 import (
     cast,
     cast_into,
     inverse_of,
-    largest,
     product,
     scale_of,
-    smallest,
 )
+from headway.kernels.fp8_observed import SAMPLED_ROWS, observe
+from headway.kernels.fp8_weights import CastGroup, CastTable, cast_all, table_of
 from headway.kernels.gated import gated_pair, gated_pair_backward
 from headway.kernels.inputs import autocast
 
@@ -43,8 +44,6 @@ OBSERVED = (
 """What a layer observes, summed over the passes of a step."""
 SCALE_STRIDE = 4
 """Numbers between two scales: cuBLAS takes a scale only at an address that is a multiple of 16 bytes."""
-SAMPLED_ROWS = 16
-"""Rows that the shares are of, spread over a batch: 65,536 numbers at a width of 4,096."""
 
 
 class Float8Options(NamedTuple):
@@ -66,16 +65,25 @@ class Float8Weights:
         self.scale: Tensor | None = None
         self.scale_t: Tensor | None = None
         """Of columns; None if it is that of rows."""
+        self.stacks: tuple[Float8Weights, ...] = ()
+        """Of experts: the codes of gate, up and down, one expert after the other, if they are held."""
         self.observed: Tensor | None = None
+        """[16, OBSERVED]; sums over dim 0 are what was observed."""
 
     def observe(self, device: torch.device) -> None:
         """Observe numbers from now on."""
-        self.observed = torch.zeros(len(OBSERVED), device=device, requires_grad=True)
+        self.observed = torch.zeros(SAMPLED_ROWS, len(OBSERVED), device=device, requires_grad=True)
 
     def hold(self, outputs: int, inputs: int, device: torch.device) -> None:
         """Allocate codes."""
         self.codes = torch.empty(outputs, inputs, dtype=E4M3, device=device)
         self.codes_t = torch.empty(inputs, outputs, dtype=E4M3, device=device)
+
+    def places_of(self, weights: tuple[Tensor, ...]) -> CastGroup:
+        """Return weights and where their codes go."""
+        assert self.codes is not None
+        assert self.codes_t is not None
+        return CastGroup(weights, self.codes, self.codes_t)
 
     @torch.no_grad()
     def refresh(self, weights: tuple[Tensor, ...], inverse: Tensor | None = None) -> None:
@@ -93,7 +101,7 @@ class Float8Weights:
         begin = 0
         for weight in weights:
             end = begin + len(weight)
-            cast_into(weight, inverse, inverse, self.codes[begin:end], self.codes_t[:, begin:end])
+            cast_into(weight, inverse, self.codes[begin:end], self.codes_t[:, begin:end])
             begin = end
 
 
@@ -108,6 +116,8 @@ class TensorScales:
         self._places = torch.tensor(places, device=device)
         """The weights of each group, as often as a group may have some."""
         self.scales = torch.ones(len(sizes), 1, SCALE_STRIDE, device=device)[..., :1]
+        self._inverses = torch.ones(len(sizes), device=device)
+        self._table: CastTable | None = None
 
     @torch.no_grad()
     def refresh(self, groups: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -116,6 +126,12 @@ class TensorScales:
         amaxes = norms.bfloat16().float()[self._places].amax(dim=1)  # the largest of rounded numbers
         self.scales.copy_(scale_of(amaxes, e5m2=False).view(-1, 1, 1))
         return inverse_of(self.scales).unbind()
+
+    @torch.no_grad()
+    def cast(self, groups: list[CastGroup]) -> None:
+        """Find the scales of weights that have changed and cast them, on a device with Triton: each is read once."""
+        self._table = table_of(groups, self._table)
+        cast_all(self._table, self.scales, self._inverses)
 
 
 # -- products
@@ -195,7 +211,7 @@ class _Linear(torch.autograd.Function):
         slopes = (
             _weight_gradients(dy8, x_codes_t, x_scale_t, dy_MN.dtype, ctx) if ctx.learns else [None] * len(ctx.sizes)
         )
-        observed = None if seen is None else torch.cat((seen, observe(dy_MN, dy8, e5m2=ctx.e5m2)[1:]))
+        observed = None if seen is None else observe(dy_MN, dy8, e5m2=ctx.e5m2, before=seen)
         return dx_MK, observed, *(None,) * 7, *slopes
 
 
@@ -267,8 +283,8 @@ class _GatedFeedForward(torch.autograd.Function):
         observed = (None, None)
         if seen[0] is not None:
             observed = (
-                torch.cat((seen[0], observe(dpair, dpair8, e5m2=ctx.e5m2)[1:])),
-                torch.cat((seen[1], observe(dy_MK, dy8, e5m2=ctx.e5m2)[1:])),
+                observe(dpair, dpair8, e5m2=ctx.e5m2, before=seen[0]),
+                observe(dy_MK, dy8, e5m2=ctx.e5m2, before=seen[1]),
             )
         return dx_MK, *observed, *(None,) * 12, *slopes
 
@@ -279,13 +295,3 @@ def _weight_gradients(
     """Return each layer's part of one product."""
     whole = product(dy8.codes_t, dy8.scale_t, x_codes_t, x_scale_t, dtype)
     return [part.to(kind) for part, kind in zip(whole.split(ctx.sizes), ctx.dtypes, strict=True)]
-
-
-def observe(x_MK: Tensor, x8: Float8, *, e5m2: bool) -> Tensor:
-    """Return 1, the largest magnitude, and the shares of a sample that become zero and that do not fit."""
-    step = max(1, len(x_MK) // SAMPLED_ROWS)
-    scale = x8.scale if x8.scale.numel() == 1 else x8.scale[::step]
-    size = x_MK[::step].float().abs() / scale
-    zero = ((size > 0) & (size <= smallest(e5m2) / 2)).float().mean()
-    over = (~(size <= largest(e5m2))).float().mean()
-    return torch.stack((torch.ones_like(zero), x8.amax, zero, over))
