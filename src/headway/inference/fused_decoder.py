@@ -2,7 +2,7 @@
 
     tokens of the pass   products                                            kernels per layer
     1                    matrix_vector, with norms and additions inside      5, 6 with split keys
-    up to 256            sequential_linear; cuBLAS where nothing is fused    8 or 9
+    up to 512            sequential_linear; cuBLAS where nothing is fused    8 or 9
     more                 cuBLAS                                              11
 
 In exact mode every product is `exact_products`', so that a token has the bits that the modules give it in training.
@@ -26,7 +26,7 @@ from headway.models.decoder import Embedding
 from headway.models.layers import Linear, RMSNorm, silu
 from headway.models.llama import Attention, Block, LlamaDecoder
 
-EARLY_ROWS = 256
+EARLY_ROWS = 512
 """Tokens of a pass up to which kernels start before the one ahead of them has ended."""
 FEW_ROWS = 16
 """Tokens up to which the product after attention starts early, too."""

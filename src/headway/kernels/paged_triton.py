@@ -66,7 +66,7 @@ def cut(
     splits, longest = 1, max(batch.lengths)
     if exact:
         spans = -(-longest // EXACT_SPAN)
-        if programs < 2 * processors and programs * spans <= MOST_SPANS:
+        if programs < 3 * processors and programs * spans <= MOST_SPANS:
             return PagedTiling(1, rows, keys, spans, 2)
         return PagedTiling(1, rows, keys, 1, 4, 5)
     while programs * splits < 2 * processors and longest >= keys * splits * 2 and splits < 32:

@@ -25,7 +25,7 @@ from torch import Tensor
 from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.triton_compat import runs_on, tl, triton
 
-MOST_ROWS = 256
+MOST_ROWS = 512
 """Rows up to which this is about as fast as cuBLAS, or faster."""
 DEPTHS = (256, 128, 64, 32, 16)
 LEAST_PROGRAMS = 128
@@ -71,13 +71,23 @@ def cut(rows: int, outputs: int, inputs: int, products: int = 1) -> LinearTiling
         else:
             stages = 5
     elif products > 1:
-        if rows > 128:
+        if rows > 256:
             block, warps = 128, 8
-        elif rows <= 64:
+        elif rows > 128:
+            columns = 128
+        elif rows > 64:
+            stages = 6
+        else:
             columns, depth = 32, 128
-    else:
+    elif rows <= 32:
         columns = _columns(-(-rows // block), outputs)
-        depth, stages = (64, 4) if rows > 128 and columns == 64 and inputs < 4096 else (128, 3 if columns == 64 else 4)
+        depth, stages = 128, 3 if columns == 64 else 4
+    elif rows > 256:
+        block, columns, depth, warps = (128, 128, 64, 8) if outputs > 2048 else (64, 64, 128, 4)
+    elif rows > 128 and outputs > 2048:
+        columns, stages = 128, 6
+    else:
+        columns, depth = (64 if rows > 64 and outputs > 2048 else 32), 128
     depth = next(d for d in DEPTHS if d <= depth and inputs % d == 0)
     # The first tiles of weights have a place of their own.
     while stages > 2 and 2 * depth * (stages * (block + products * columns) + products * columns) > SHARED:
