@@ -358,7 +358,7 @@ def headway(work: Work, options: argparse.Namespace, folder: Path, name: str) ->
             "rewards": [{"name": "regex", "args": {"pattern": REWARD, "search": True}}],
         },
         "train": {
-            "steps": 1 + options.steps, "batch": work.prompts, "microbatch": 4, "lr": 1e-6, "schedule": "constant",
+            "steps": 1 + options.steps, "batch": work.prompts, "microbatch": 8, "lr": 1e-6, "schedule": "constant",
             "warmup_steps": 0, "weight_decay": 0.0, "device": device.type, **low,
         },
         "checkpoint": {"every_steps": 0},

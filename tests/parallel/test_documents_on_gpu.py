@@ -13,7 +13,7 @@ from headway.kernels.document_attention import document_starts
 from headway.models import empty_decoder, initial_weight
 from headway.models.attention import attend_all
 from headway.parallel import World, parallelize_model
-from headway.parallel.objective import DeviceBatch, SumScale, count_documents
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.recipe.load import parse_recipe
 from headway.state.tensors import fill
 
@@ -25,9 +25,8 @@ def packed(lengths: list[list[int]]) -> DeviceBatch:
     tokens = torch.randint(0, VOCABULARY, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1)).cuda()
     numbers = [[i for i, length in enumerate(row) for _ in range(length)] for row in lengths]
     documents = torch.tensor(numbers, dtype=torch.int32)
-    counts = count_documents(documents.numpy())
     return DeviceBatch(
-        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), documents.cuda(), document_counts=counts
+        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), documents.cuda(), host_documents=documents.numpy()
     )
 
 
@@ -82,7 +81,7 @@ def test_a_compiled_step_on_packed_documents_is_that_of_flex_attention(recompute
     few = packed([[SEQ], [1000, 24], [1, 500, 523], [SEQ]])
     many = packed([[64] * 16] * ROWS)
     results: dict[str, list[torch.Tensor]] = {}
-    for name, batch in (("few", few), ("many", many), ("flex", replace(few, document_counts=None))):
+    for name, batch in (("few", few), ("many", many), ("flex", replace(few, host_documents=None))):
         spread.model.zero_grad(set_to_none=True)
         spread.passes(batch, SumScale.per_label(ROWS * SEQ))  # compiles
         spread.model.zero_grad(set_to_none=True)

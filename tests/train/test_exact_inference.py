@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from headway.errors import ModelError, RecipeError
-from headway.parallel import World
+from headway.models import empty_decoder, init_weights
+from headway.models.exact import make_exact
+from headway.parallel import World, parallelize_model
+from headway.parallel.objective import DeviceBatch, SumScale
 from headway.parallel.world import Axis
+from headway.recipe.load import parse_recipe
 from headway.train.trainable_model import check_exact
 
 EXACT = {"inference.exact": True}
@@ -50,3 +54,33 @@ def test_a_family_that_is_not_exact_ends_the_run_with_its_name(lab, recipe) -> N
     result = lab.train(recipe(EXACT | {"model.family": "gemma2", "model.window": 16, "train.restarts": 0}), workers=1)
     assert result.outcome.state == "failed"
     assert "exact mode does not support gemma2 yet" in result.outcome.reason
+
+
+def test_passes_plan_attention_by_the_documents_of_the_host() -> None:
+    """Those of the device are another packing here: a pass that planned by them would have another loss."""
+    values = {
+        "model": {"vocab_size": 40, "layers": 1, "dim": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "hidden": 32},
+        "data": {"path": "none", "seq": 24},
+        "train": {"batch": 4, "microbatch": 2},
+        "inference": {"exact": True},
+    }
+    recipe = parse_recipe(values, {}, "test")
+    model = empty_decoder(recipe.model)
+    make_exact(model, torch.device("cpu"))
+    spread = parallelize_model(model, recipe, World(0, 1, torch.device("cpu")))
+    init_weights(spread.model, seed=0)
+    tokens = torch.randint(0, 40, (4, 25), generator=torch.Generator().manual_seed(0))
+    numbers = (torch.arange(24) // 7).int().expand(4, -1).contiguous()
+
+    def loss(documents: torch.Tensor, host: torch.Tensor | None) -> torch.Tensor:
+        known = None if host is None else host.numpy()
+        batch = DeviceBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), documents, host_documents=known)
+        total = spread.passes(batch, SumScale.per_label(96))
+        for parameter in spread.model.parameters():
+            parameter.grad = None
+        return total
+
+    other = torch.zeros_like(numbers)
+    assert torch.equal(loss(numbers, numbers), loss(numbers, None))
+    assert torch.equal(loss(other, numbers), loss(numbers, None))
+    assert not torch.equal(loss(other, None), loss(numbers, None))  # nothing was left behind

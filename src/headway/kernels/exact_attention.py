@@ -40,7 +40,7 @@ def plan_documents(
 ) -> tuple[DocumentPlan, Tensor]:
     """Plan attention in programs of so many queries; also return each token's position in its document [B, L].
 
-    With documents the host waits for their numbers, once per pass.
+    With documents that lie on a device the host waits for their numbers, once per pass.
     """
     if documents_BL is None:
         return _whole_rows(rows, length, queries, device)

@@ -36,6 +36,8 @@ class ContextBuilder(nn.Module):
     """Whether it has sinks."""
     exact = False
     """Whether positions restart in each document and attention is in tiles: see `models/exact.py`."""
+    host_documents: Tensor | None = None
+    """The documents of a pass [B, L] on the host, if it has them there: exact mode plans its attention by them."""
     document_places: int | None = None
     """Places for the documents of a pass, where cuDNN keeps them apart: see `kernels/document_attention.py`."""
 
@@ -56,7 +58,7 @@ class ContextBuilder(nn.Module):
         masks = self.masks(like_BL, length, documents_BL) if length > 1 else {}
         if self.exact:
             share = self.model.heads // self.model.kv_heads
-            tiles, positions_BL = plan_documents(documents_BL, len(like_BL), length, share)
+            tiles, positions_BL = plan_documents(self._on_host(documents_BL), len(like_BL), length, share)
             bits = tuple(x.unflatten(1, positions_BL.shape) for x in self.bits_at(positions_BL.flatten(), length))
             return BlockContext(bits, masks, tiles=tiles, exact=True)
         return BlockContext(self.bits_at(torch.arange(length, device=device), length), masks)
@@ -77,10 +79,13 @@ class ContextBuilder(nn.Module):
         """Build the context of exact mode's Triton kernels."""
         (rows, length), device, model = like_BL.shape, like_BL.device, self.model
         queries = exact_tiling(model.heads // model.kv_heads).queries
-        plan, positions_BL = exact_attention.plan_documents(documents_BL, rows, length, queries, device)
+        plan, positions_BL = exact_attention.plan_documents(self._on_host(documents_BL), rows, length, queries, device)
         masks = {} if device.type == "cuda" else see(length, windows_of(model), documents_BL, device, "masked")
         bits = tuple(x.unflatten(1, positions_BL.shape) for x in self._bits(positions_BL.flatten(), False))
         return BlockContext(bits, masks, tiles=plan, exact=True)
+
+    def _on_host(self, documents_BL: Tensor | None) -> Tensor | None:
+        return documents_BL if documents_BL is None or self.host_documents is None else self.host_documents
 
     def _bits(self, positions_L: Tensor, long: Tensor | bool) -> tuple[Tensor, ...]:
         return tuple(table.view(torch.int32) for table in self.tables(positions_L, long))

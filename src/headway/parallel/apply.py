@@ -25,7 +25,7 @@ from headway.errors import ModelError
 from headway.models import Decoder
 from headway.models.fp8 import Float8Model, make_fp8
 from headway.parallel.context import SequenceParts, split_sequences
-from headway.parallel.documents import keeps_apart, takes_documents
+from headway.parallel.documents import exact_context, keeps_apart, takes_documents
 from headway.parallel.expert import share_experts
 from headway.parallel.fp8_gather import Float8Gather
 from headway.parallel.gradients import Missing
@@ -63,7 +63,7 @@ def parallelize_model(
     rows = train.batch // world.data.size
     microbatch = min(train.microbatch or rows, rows)
     cuts = cuts_of(model, layout, tensor.size) if tensor.size > 1 else None
-    ragged = keeps_apart(model, recipe, world.device, microbatch)
+    ragged, exact = keeps_apart(model, recipe, world.device, microbatch), exact_context(model)
 
     # products in float8
     if train.fp8 is not None:
@@ -130,6 +130,7 @@ def parallelize_model(
         float8=float8,
         gathered=gathered,
         ragged=ragged,
+        exact=exact,
     )
 
 

@@ -4,6 +4,8 @@ How many a pass has is known on the host, which is never made to ask the device.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -50,3 +52,22 @@ def make_places(model: nn.Module, counts: np.ndarray | None, rows: int) -> None:
     for module in model.modules():
         if isinstance(module, ContextBuilder):
             module.document_places = places
+
+
+def exact_context(model: nn.Module) -> ContextBuilder | None:
+    """Return what plans attention by documents, if a model is in exact mode."""
+    builder = model.context if isinstance(model, Decoder) else None
+    return builder if isinstance(builder, ContextBuilder) and builder.exact else None
+
+
+@contextmanager
+def planned_on_host(builder: ContextBuilder | None, documents_BL: np.ndarray | None) -> Iterator[None]:
+    """Have a pass of exact mode plan its attention by the host's documents: it would wait for the device's."""
+    if builder is None or documents_BL is None:
+        yield
+        return
+    builder.host_documents = torch.from_numpy(documents_BL)
+    try:
+        yield
+    finally:
+        builder.host_documents = None  # other passes have other documents

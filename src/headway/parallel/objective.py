@@ -29,15 +29,15 @@ class DeviceBatch:
     """[rows, seq], int32: the document of each input within its row; None if attention does not use it."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """[rows, ...]: what else an objective needs, by name, such as values of each document of a row."""
-    document_counts: np.ndarray | None = None
-    """[rows], on the host: the documents of each row."""
+    host_documents: np.ndarray | None = None
+    """`documents` on the host, which need not wait for the device then."""
 
     def rows(self, low: int, high: int) -> "DeviceBatch":
         """Return some of the rows."""
         documents = None if self.documents is None else self.documents[low:high]
         columns = {name: column[low:high] for name, column in self.columns.items()}
-        counts = None if self.document_counts is None else self.document_counts[low:high]
-        return DeviceBatch(self.inputs[low:high], self.labels[low:high], documents, columns, counts)
+        numbers = None if self.host_documents is None else self.host_documents[low:high]
+        return DeviceBatch(self.inputs[low:high], self.labels[low:high], documents, columns, numbers)
 
 
 def count_documents(documents: np.ndarray | None) -> np.ndarray | None:

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from headway.models.decoder import ContextBuilder
 from headway.models.experts import set_loss_scale
 from headway.models.fp8 import Float8Model
 from headway.parallel.context import SequenceParts
-from headway.parallel.documents import make_places, named_documents
+from headway.parallel.documents import make_places, named_documents, planned_on_host
 from headway.parallel.fp8_gather import Float8Gather
 from headway.parallel.gradients import Missing
-from headway.parallel.objective import DeviceBatch, MeasureHead, SumScale, loss_of
+from headway.parallel.objective import DeviceBatch, MeasureHead, SumScale, count_documents, loss_of
 from headway.parallel.pipeline import LocalStage, PipelineRunner
 from headway.parallel.shard import forget_copies, hold_gradients, release_weights
 
@@ -63,6 +64,8 @@ class ParallelModel:
     """Its weights that are gathered in float8, if any."""
     ragged: bool = False
     """Whether documents without a window are kept apart by cuDNN, where the host knows how many there are."""
+    exact: ContextBuilder | None = None
+    """What plans attention by documents, if the model is in exact mode."""
 
     def passes(self, batch: DeviceBatch, scale: SumScale) -> Tensor:
         """Run forward and backward over all rows, by microbatches; gradients are reduced in the last one, or in each.
@@ -71,7 +74,7 @@ class ParallelModel:
         """
         set_loss_scale(self.model, scale.tokens)
         if self.ragged:
-            make_places(self.model, batch.document_counts, self.microbatch)
+            make_places(self.model, count_documents(batch.host_documents), self.microbatch)
         self.refresh()
         if self.schedule is not None:
             return self.schedule.step(self._taken(batch), scale)
@@ -90,7 +93,7 @@ class ParallelModel:
         """Return the objective's sums, or this worker's part of them: a scalar for the plain summed loss."""
         if self.ragged:
             rows = self.microbatch if self.schedule is not None else len(batch.inputs)
-            make_places(self.model, batch.document_counts, rows)
+            make_places(self.model, count_documents(batch.host_documents), rows)
         self.refresh()
         return self.schedule.evaluate(self._taken(batch)) if self.schedule is not None else self._sums(batch)
 
@@ -125,7 +128,8 @@ class ParallelModel:
 
     def _sums(self, batch: DeviceBatch) -> Tensor:
         batch = self._taken(batch)
-        sums: Tensor = self.model(batch.inputs, batch.labels, **named_documents(batch.documents), **batch.columns)
+        with planned_on_host(self.exact, None if batch.documents is None else batch.host_documents):
+            sums: Tensor = self.model(batch.inputs, batch.labels, **named_documents(batch.documents), **batch.columns)
         return sums
 
     def _taken(self, batch: DeviceBatch) -> DeviceBatch:

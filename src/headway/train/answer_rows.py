@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headway.data.loader import MASKED, Batch
 from headway.parallel import ParallelModel, World
-from headway.parallel.objective import DeviceBatch, count_documents
+from headway.parallel.objective import DeviceBatch
 from headway.recipe import Recipe
 from headway.recipe.policy import PolicyGradient
 from headway.rl.packing import Floats, PackedAnswers, pack_answers, per_answer, per_token, token_divergences
@@ -103,7 +103,7 @@ class AnswerRows:
         device = self._world.device
         inputs, labels, documents = (_sent(array, device) for array in (rows.inputs, rows.labels, rows.documents))
         sent = on_device(rows.columns, self._objective.columns, device) if columns else {}
-        return DeviceBatch(inputs, labels, documents, sent, count_documents(rows.documents))
+        return DeviceBatch(inputs, labels, documents, sent, rows.documents)
 
 
 def _sent(array: np.ndarray | None, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from headway.data.loader import MASKED, Batch, RowReader
 from headway.data.order import Ids
 from headway.errors import DataError
 from headway.parallel import ParallelModel, World
-from headway.parallel.objective import DeviceBatch, count_documents
+from headway.parallel.objective import DeviceBatch
 from headway.train.meter import DeviceMeter
 from headway.train.objectives import CountedObjective, NextToken
 
@@ -164,8 +164,7 @@ class DeviceFeed:
             labels = torch.from_numpy(read.labels).to(self._device)
         columns = on_device(read.columns, self._objective.columns, self._device)
         counts = self._objective.counts(read)
-        packed = count_documents(buffer.numbers)
-        return CountedBatch(DeviceBatch(inputs, labels, documents, columns, packed), read.trained, counts)
+        return CountedBatch(DeviceBatch(inputs, labels, documents, columns, buffer.numbers), read.trained, counts)
 
 
 def local_rows(
@@ -190,7 +189,7 @@ def local_rows(
         inputs, masked = (torch.from_numpy(ids_BL).to(world.device) for ids_BL in (read.inputs, labels))
         documents = None if read.documents is None else torch.from_numpy(read.documents).to(world.device)
         sent = on_device(own_columns, columns, world.device)
-        yield read, DeviceBatch(inputs, masked, documents, sent, count_documents(read.documents))
+        yield read, DeviceBatch(inputs, masked, documents, sent, read.documents)
 
 
 def on_device(columns: Mapping[str, np.ndarray], names: Collection[str], device: torch.device) -> dict[str, Tensor]:
