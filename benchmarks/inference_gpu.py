@@ -181,7 +181,8 @@ def planned_seconds(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> f
     decoder, engine = llm.model.module, llm.engine.engine
     assert isinstance(decoder, Decoder)
     cluster = default_cluster(known_chip(torch.cuda.get_device_name()), 1)
-    model = PassModel(decoder.model.architecture(), make_cost_model(cluster))
+    exact = engine.runner.pages.exact  # type: ignore[attr-defined]
+    model = PassModel(decoder.model.architecture(), make_cost_model(cluster), exact=exact)
     cache_tokens = engine.pool.count * engine.pool.size
     limits = EngineLimits(engine.limits.max_sequences, engine.limits.max_batch_tokens, cache_tokens)
     requests = [Request(len(prompt), length) for prompt, length in zip(prompts, lengths, strict=True)]

@@ -4,9 +4,9 @@ The bound (fidelity `limit`) takes each operation's FLOPs at the chip's peak or 
 is longer. The prediction adds up what the engine's kernels do not hide from each other:
 
     products     weights at the bandwidth that they reach, then FLOPs at the sustained rate: few rows overlap little
-    attention    decoding: KV cache at the bandwidth of paged attention; prefill: the kernel's TFLOP/s
+    attention    decoding: KV cache at the bandwidth that it reaches; prefill: the kernel's TFLOP/s
     other work   norms, rotation, activations and sampling: their bytes at a copy's bandwidth
-    kernels      a floor for each, since it starts after the one before it; one more in layers with split keys
+    kernels      a floor for each, since it starts after the one before it
     host         Python per sequence of a round of passes
 
 Constants are an H200's and scale with a chip's peak and bandwidth (docs/decisions/0041-serving-latency.md).
@@ -23,10 +23,12 @@ from headway.plan.rates import generation
 from headway.plan.roofline import RooflinePoint
 from headway.plan.serving_passes import DTYPES, GROUPS, Span, pass_operations, sampled_rows
 
-FUSED_ROWS = 256
+FUSED_ROWS = 512
 """Tokens of a pass up to which products are fused: queries with keys and values, gate with up and the activation."""
+EVEN_SEQUENCES = 8
+"""Sequences from which attention of decoding has their keys shared out evenly, by a list made once per pass."""
 FRESH_TOKENS = 1024
-"""Prompts of equal length from which attention of a pass without a cache is cuDNN's. These two and `MOST_STEPS` are
+"""Prompts of equal length from which attention of a pass without a cache is cuDNN's. These three and `MOST_STEPS` are
 repeated from the engine, which needs torch."""
 MOST_STEPS = 8
 """Passes per round-trip with the host at most."""
@@ -36,8 +38,12 @@ LOGIT_BYTES = 12
 """Of a logit in float32: written, and read twice."""
 PROGRAM_OUTPUTS, PROGRAM_ROWS = 32, 64
 """Exact mode: outputs and rows of a program that reads weights, since sums are not split."""
-SPAN_KEYS = 512
-"""Exact mode: keys of a program in decoding of few sequences."""
+SPAN_KEYS, SPAN_WAVES = 512, 3
+"""Exact mode: keys of a program in decoding, while a program per sequence and key head would be less than so many per
+processor."""
+EVEN_FLOORS, UNEVEN_FLOORS = 2, 3
+"""Kernels' floors of attention of decoding beside reading: 7.4 us where keys are shared out evenly and then joined, 12
+us in exact mode, where the longest sequences end alone. Split keys of fewer sequences are counted as those."""
 LIBRARY_ROWS = 1024
 """Exact mode: multiples of so many rows are multiplied by cuBLAS, others by kernels that add up in order."""
 ORDERED_PRODUCTS = 0.6
@@ -56,17 +62,17 @@ class EngineConstants:
 
     weights: float = 0.94
     """Share of the chip's bandwidth at which products read weights: the head of 8B at 4.52 TB/s."""
-    cache: float = 0.85
-    """Share of it at which paged attention reads keys and values: 4.08 TB/s."""
-    products: float = 0.681
+    cache: float = 0.9
+    """Share of it at which attention of decoding reads keys and values: 4.32 TB/s, apart from what it always takes."""
+    products: float = 0.686
     """Share of the chip's peak that products sustain."""
-    row_kernel_s: float = 2.38e-6
+    row_kernel_s: float = 2.03e-6
     """Floor of a kernel in a pass of one token."""
-    kernel_s: float = 4.17e-6
+    kernel_s: float = 3.72e-6
     """Floor of a kernel in any other pass."""
     host_s: float = 6.82e-6
     """Host seconds per sequence of a round that the device waits for: 0.25 s over 256 sequences, in shorter rounds."""
-    program_bytes_s: float = 36.2e9
+    program_bytes_s: float = 48.6e9
     """Bytes per second that a program reads, which bounds exact mode where few programs have work."""
 
 
@@ -117,6 +123,7 @@ class _Timing:
         self.decodes = all(span.decodes for span in spans)
         self.fused = self.rows <= FUSED_ROWS
         self.single = self.rows == 1 and not model.exact
+        self.even = self.decodes and not model.exact and self.sequences >= EVEN_SEQUENCES
 
     def seconds(self, operation: Operation) -> float:
         """Return the seconds of an operation in one layer."""
@@ -150,7 +157,7 @@ class _Timing:
         rate = self.constants.cache * self.chip.bandwidth_bytes_s
         if self.model.exact and self.decodes:
             programs = self.sequences * self.model.architecture.kv_heads
-            if programs < 2 * self.kernels.processors:
+            if programs < SPAN_WAVES * self.kernels.processors:
                 programs *= math.ceil(max(span.start + 1 for span in self.spans) / SPAN_KEYS)
             rate = min(rate, programs * self.constants.program_bytes_s)
         reading_s = operation.bytes / rate
@@ -175,8 +182,9 @@ class _Timing:
         if not self.single:  # else products normalize what they read
             yield "norms", arch.layers, other("norms", 4 * arch.dim, 2)
         heads = (arch.heads + 2 * arch.kv_heads) * arch.head_dim
-        attends = 1 if self.decodes else 0  # the rate of prefill attention has its own
-        yield "attention", arch.layers, other("rotation", 2 * heads, 1 + attends + self._splits())
+        yield "attention", arch.layers, other("rotation", 2 * heads, 1 + self._attention_floors())
+        if self.even:
+            yield "attention", 1, other("list", 0, 1)
         for experts, layers in () if self.fused else layer_kinds(arch):
             for matrix in layer_matrices(arch, experts):
                 group, _, part = matrix.name.partition(".")
@@ -187,10 +195,11 @@ class _Timing:
             moved = float(LOGIT_BYTES) * arch.vocab * sampled
             yield "sampling", 1, Operation("sampling", "memory", "forward", bytes=moved, kernels=SAMPLING_KERNELS)
 
-    def _splits(self) -> bool:
-        """Whether programs share a sequence's keys, so that a kernel joins them: where there are too few programs."""
-        programs = self.sequences * self.model.architecture.kv_heads
-        return self.decodes and not self.model.exact and programs < 2 * self.kernels.processors
+    def _attention_floors(self) -> int:
+        """Return floors of attention; the rate of prefill attention has its own."""
+        if not self.decodes:
+            return 0
+        return EVEN_FLOORS if self.even else UNEVEN_FLOORS
 
 
 def _point(group: str, layers: int, part: Operation, seconds: float) -> RooflinePoint:
