@@ -91,7 +91,7 @@ def _observe_kernel(
     zero_share = tl.sum(zeros, axis=0).to(tl.float32) / numbers
     over_share = tl.sum(over, axis=0).to(tl.float32) / numbers
     amax = tl.load(amax_ptr, mask=number == 0, other=0.0)
-    one = (number == 0).to(tl.float32)
+    is_first = (number == 0).to(tl.float32)
     column = tl.arange(0, 2 * WIDTH)
     SHIFT: tl.constexpr = WIDTH - 1 if AFTER else 0
     seen = tl.where(column == SHIFT + 1, amax, tl.where(column == SHIFT + 2, zero_share, over_share))
@@ -99,7 +99,7 @@ def _observe_kernel(
         before = tl.load(before_ptr + number * WIDTH + column, mask=column < WIDTH, other=0.0)
         seen = tl.where(column < WIDTH, before, seen)
     else:
-        seen = tl.where(column == 0, one, seen)
+        seen = tl.where(column == 0, is_first, seen)
     tl.store(out_ptr + number * (SHIFT + WIDTH) + column, seen, mask=column < SHIFT + WIDTH)
 
 

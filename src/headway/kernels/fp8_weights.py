@@ -155,10 +155,10 @@ def _cast_tile(
     x = x.to(tl.bfloat16).to(tl.float32)  # weights are cast as bfloat16 has them
     # bits of magnitudes are ordered as they are, with NaNs above infinities
     most = tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1), axis=0)
-    made = _to_float8(x * inverse, False, ROUNDS)
-    tl.store(codes + first + index, made, mask=inside)
+    tile_codes = _to_float8(x * inverse, False, ROUNDS)
+    tl.store(codes + first + index, tile_codes, mask=inside)
     index_t = column[:, None] * stride_t + row[None, :]
-    tl.store(codes_t + first_t + index_t, tl.trans(made), mask=column_inside[:, None] & row_inside[None, :])
+    tl.store(codes_t + first_t + index_t, tl.trans(tile_codes), mask=column_inside[:, None] & row_inside[None, :])
     return most
 
 

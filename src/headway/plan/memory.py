@@ -8,9 +8,10 @@ communication buffers and fragmentation come on top.
 from dataclasses import dataclass
 
 from headway.hardware import Cluster
-from headway.plan.architecture import Architecture, layer_kinds
+from headway.plan.architecture import Architecture, layer_kinds, layer_matrices
 from headway.plan.context import kept_bytes
 from headway.plan.flops import layer_parameters, routed_parameters
+from headway.plan.operations import low_share
 from headway.plan.pipeline import in_flight as in_flight_forwards
 from headway.plan.rank_share import block_parameters, is_exact, rest_parameters, worker_blocks
 from headway.plan.settings import LOW, MicrobatchShape, Settings
@@ -292,7 +293,9 @@ def _gathered(arch: Architecture, settings: Settings, rank: int) -> float:
     if software.casts_weights:
         return 2 * count
     if software.holds_low_weights and settings.precision in LOW:
-        return 2 * (count - non_layer_parameters(arch, settings, rank))
+        matrices = [m for experts, n in layer_kinds(arch) for m in n * layer_matrices(arch, experts)]
+        held = low_share(matrices, software.low_parts)
+        return 2 * (count - non_layer_parameters(arch, settings, rank)) * held
     width = settings.shape.width if software.is_headway else 2
     if settings.zero < 3 or mesh.shard * mesh.context == 1:
         # replicas cast their own weights for GEMMs, and keep the copy for both passes

@@ -4,7 +4,7 @@ Per microbatch and device. Forward, input gradient and weight gradient are separ
 them and recomputation may repeat the first.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -65,8 +65,8 @@ def layer_operations(arch: Architecture, with_experts: bool, shape: MicrobatchSh
     """The operations of one layer, forward and backward."""
     operations: list[Operation] = []
     for matrix in layer_matrices(arch, with_experts):
-        operations += _gemms(matrix, shape)
-        if shape.precision in LOW:
+        operations += _gemms(matrix, shape, software.low_parts)
+        if shape.precision in LOW and (software.low_parts is None or _is_low(matrix, software.low_parts)):
             operations += _quantize(matrix, shape, software)
         if software.casts_weights:
             operations += _cast(matrix, shape)
@@ -93,9 +93,23 @@ def _split(matrix: Matrix, shape: MicrobatchShape) -> tuple[float, float, float,
     return tokens, matrix.inputs, matrix.outputs, local
 
 
-def _gemms(matrix: Matrix, shape: MicrobatchShape) -> Iterator[Operation]:
+def _is_low(matrix: Matrix, low_parts: frozenset[str] | None) -> bool:
+    """Whether a matrix's GEMMs are low where a layer's are."""
+    part = matrix.name.partition(".")[0]
+    return part != "router" and (low_parts is None or part in low_parts)
+
+
+def low_share(matrices: Iterable[Matrix], low_parts: frozenset[str] | None) -> float:
+    """Share of weights whose GEMMs are low where a layer's are; a router's are too few to tell."""
+    if low_parts is None:
+        return 1.0
+    sizes = [(matrix.size * matrix.copies, _is_low(matrix, low_parts)) for matrix in matrices]
+    return sum(size for size, low in sizes if low) / sum(size for size, _ in sizes)
+
+
+def _gemms(matrix: Matrix, shape: MicrobatchShape, low_parts: frozenset[str] | None = None) -> Iterator[Operation]:
     tokens, inputs, outputs, count = _split(matrix, shape)
-    precision = shape.high_precision if matrix.name == "router" else shape.precision
+    precision = shape.precision if _is_low(matrix, low_parts) else shape.high_precision
     yield gemm(matrix.name, "forward", tokens, outputs, inputs, count, precision)
     yield gemm(matrix.name, "input_grad", tokens, inputs, outputs, count, precision)
     yield gemm(matrix.name, "weight_grad", outputs, inputs, tokens, count, precision)

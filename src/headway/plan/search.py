@@ -126,6 +126,9 @@ def _search(
         runnable = [pair for pair in ordered if RUNNABLE.allows(pair[1])]
         more_plans, _, more_estimated = _estimate_best(task, costs, runnable, rank, 1, choices)
         best += [plan for plan in more_plans if all(plan.settings != other.settings for other in best)]
+        # of plans as fast as the best, one that runs is the best: on a context axis alone, all ZeRO stages are
+        as_fast = (1 + ROUNDING) * _price(best[0], rank)
+        best.sort(key=lambda plan: _price(plan, rank) > as_fast or not RUNNABLE.allows(plan.settings))
         estimated += more_estimated
     plans = tuple(
         RankedPlan(plan, _reason(plan, best[0], rank, costs), RUNNABLE.allows(plan.settings)) for plan in best

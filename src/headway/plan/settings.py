@@ -127,6 +127,9 @@ class Software:
     """Low-precision weights are gathered in that precision."""
     scaling: Literal["tensor", "block", "delayed", "row"] = "tensor"
     """Scaling of 8-bit GEMMs."""
+    low_parts: frozenset[str] | None = None
+    """Parts of a layer whose GEMMs are low: attention, mlp, experts, shared; None means all but the router, of
+    which casts are counted all the same."""
     weight_cast_reuse: int = 1
     """Microbatches per cast of the weights."""
     holds_low_weights: bool = False

@@ -20,8 +20,9 @@ from headway.plan.checks import divisors
 from headway.plan.optimizer import optimizer_footprint
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.task import schedule_conflict
-from headway.recipe import Parallel, Recipe
+from headway.recipe import Model, Parallel, Recipe
 from headway.recipe.families.diffusion import DiffusionModel
+from headway.recipe.fp8 import Fp8, fp8_layers
 
 LOOP_S = 0.012
 """Host seconds per step beside the layers, measured on an H200 host."""
@@ -89,7 +90,12 @@ def trainer_software(recipe: Recipe, chip: Chip) -> Software:
     if fp8 is not None:
         by_tensor = fp8.scaling == "tensorwise"
         software = replace(software, scaling="tensor" if by_tensor else "row")
-        software = replace(software, gathers_low_precision=by_tensor and fp8.gather, holds_low_weights=True)
+        software = replace(
+            software,
+            gathers_low_precision=by_tensor and fp8.gather,
+            holds_low_weights=True,
+            low_parts=_float8_parts(recipe.model, fp8),
+        )
     return replace(
         software,
         updates_in_backward=train.update_in_backward,
@@ -98,6 +104,19 @@ def trainer_software(recipe: Recipe, chip: Chip) -> Software:
         moment_bytes=4 if train.moments == "float32" else 2,
         states=None if recipe.model.class_ is not None else optimizer_footprint(recipe.model, train, recipe.lora),
     )
+
+
+def _float8_parts(model: Model, fp8: Fp8) -> frozenset[str] | None:
+    """Parts of a layer of which any linear layer is in float8; None, which is all, for diffusion."""
+    if isinstance(model, DiffusionModel) or model.vocab_size is None:
+        return None
+    return frozenset(_part_of(name) for name in fp8_layers(model, fp8).chosen)
+
+
+def _part_of(name: str) -> str:
+    """The part of a layer in which the plan counts a linear layer: layers.3.mlp.shared.up is in shared."""
+    part, inner = name.split(".")[2:4]
+    return inner if inner in ("experts", "shared") else part
 
 
 def headway_software(*, compiled: bool, autocasts: bool, older: bool, offloads: bool = False) -> Software:
