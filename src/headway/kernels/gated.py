@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import wrap_triton
 
 from headway.kernels.compile_ahead import LaunchSpec
 from headway.kernels.dispatch import uses_triton
-from headway.kernels.triton_compat import tl, triton, triton_op
+from headway.kernels.eager_op import eager_op, eager_op_with_gradients
+from headway.kernels.triton_compat import launchable, tl, triton, triton_op
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 2048
@@ -50,14 +50,14 @@ def reference_geglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     _check(gate, up)
-    result: Tensor = _gated(gate, up, False)
+    result: Tensor = _gated_op(gate, up, False)
     return result
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up with GELU's tanh form."""
     _check(gate, up)
-    result: Tensor = _gated(gate, up, True)
+    result: Tensor = _gated_op(gate, up, True)
     return result
 
 
@@ -197,8 +197,7 @@ def _output(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@triton_op("headway::gated", mutates_args=())
-def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+def _activated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     out = _output(gate)
     if out.numel():
         gates, ups = _rows(gate, up)
@@ -206,18 +205,23 @@ def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     return out
 
 
+_gated = triton_op("headway::gated", mutates_args=())(_activated)
+
+
 @_gated.register_fake
 def _(gate: Tensor, _up: Tensor, _gelu: bool) -> Tensor:
     return _output(gate)
 
 
-@triton_op("headway::gated_backward", mutates_args=())
-def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+def _gradients(grad: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
     dgate, dup = _output(gate), _output(gate)
     if dgate.numel():
         grads, gates, ups = _rows(grad, gate, up)
         _slopes(grads, (gates, ups), (dgate, dup), None, gelu)
     return dgate, dup
+
+
+_gated_backward = triton_op("headway::gated_backward", mutates_args=())(_gradients)
 
 
 @_gated_backward.register_fake
@@ -267,7 +271,7 @@ def _forward(gates: Tensor, ups: Tensor | None, out: Tensor, amaxes: Tensor | No
     """Launch; without `ups`, gates are pairs. A view of each half would be copied by a compiler."""
     width = out.shape[-1] if ups is None else gates.shape[-1]
     stride = gates.shape[-1] if ups is None else gates.stride(0)
-    wrap_triton(_forward_kernel)[(out.numel() // width * -(-width // BLOCK),)](
+    launchable(_forward_kernel)[(out.numel() // width * -(-width // BLOCK),)](
         gates,
         gates if ups is None else ups,
         out,
@@ -294,7 +298,7 @@ def _slopes(
     """Launch; inputs and outputs are gates and ups, or pairs and None."""
     (gates, ups), (dgate, dup), width = inputs, outputs, grads.shape[1]
     stride = gates.shape[-1] if ups is None else gates.stride(0)
-    wrap_triton(_backward_kernel)[(len(grads) * -(-width // BLOCK),)](
+    launchable(_backward_kernel)[(len(grads) * -(-width // BLOCK),)](
         grads,
         gates,
         gates if ups is None else ups,
@@ -324,10 +328,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gated_backward(grad, *ctx.saved_tensors, ctx.gelu), None
+    return *_backward_op(grad, *ctx.saved_tensors, ctx.gelu), None
 
 
-_gated.register_autograd(_backward, setup_context=_keep)
+_gated_op = eager_op_with_gradients(_gated, _activated, _keep, _backward)
+_backward_op = eager_op(_gated_backward, _gradients)
 
 
 # -- launches to compile ahead of time

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import wrap_triton
 
 from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.eager_op import eager_op, eager_op_with_gradients
 from headway.kernels.partial_sums import COLUMNS, ROWS, sum_kernel
-from headway.kernels.triton_compat import tl, triton, triton_op
+from headway.kernels.triton_compat import launchable, tl, triton, triton_op
 
 MAX_WIDTH = 16384
 """A row must fit in the registers of one program."""
@@ -55,7 +55,7 @@ def reference_add(
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Normalize over the last dim and multiply by weight + offset."""
     _check(x, weight)
-    normalized: Tensor = _rms_norm(x, weight, eps, offset)[0]
+    normalized: Tensor = _norm_op(x, weight, eps, offset)[0]
     return normalized
 
 
@@ -64,7 +64,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
     _check(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, the residual {residual.dtype} {tuple(residual.shape)}")
-    normalized, total, _ = _add_rms_norm(x, residual, weight, eps, offset)
+    normalized, total, _ = _add_norm_op(x, residual, weight, eps, offset)
     return normalized, total
 
 
@@ -226,11 +226,13 @@ def _outputs(x: Tensor) -> tuple[Tensor, Tensor]:
     return y, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
-@triton_op("headway::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def _normalized(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     y, rstd = _outputs(x)
     _forward(x, None, weight, (y, None, rstd), eps, offset)
     return y, rstd
+
+
+_rms_norm = triton_op("headway::rms_norm", mutates_args=())(_normalized)
 
 
 @_rms_norm.register_fake
@@ -238,14 +240,16 @@ def _(x: Tensor, _weight: Tensor, _eps: float, _offset: float) -> tuple[Tensor, 
     return _outputs(x)
 
 
-@triton_op("headway::add_rms_norm", mutates_args=())
-def _add_rms_norm(
+def _added_and_normalized(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, rstd = _outputs(x)
     total = torch.empty_like(y)
     _forward(x, residual, weight, (y, total, rstd), eps, offset)
     return y, total, rstd
+
+
+_add_rms_norm = triton_op("headway::add_rms_norm", mutates_args=())(_added_and_normalized)
 
 
 @_add_rms_norm.register_fake
@@ -268,7 +272,7 @@ def _forward(
         return
     others = inputs if residual is None else _rows(residual)
     cut = forward_cut(inputs.shape[0], weight.shape[0])
-    wrap_triton(_forward_kernel)[(cut.programs,)](
+    launchable(_forward_kernel)[(cut.programs,)](
         inputs,
         others,
         weight.contiguous(),
@@ -301,8 +305,7 @@ def forward_early(x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-@triton_op("headway::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(
+def _gradients(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x, including that of the residual sum if there is one, and of the weight."""
@@ -315,7 +318,7 @@ def _rms_norm_backward(
     cut = backward_cut(inputs.shape[0], width, (2 if grad_sum is None else 3) * x.element_size())
     partial = torch.empty((cut.programs, width), dtype=torch.float32, device=x.device)
     dweight = torch.empty((width,), dtype=weight.dtype, device=x.device)
-    wrap_triton(_backward_kernel)[(cut.programs,)](
+    launchable(_backward_kernel)[(cut.programs,)](
         grads,
         more,
         inputs,
@@ -335,10 +338,13 @@ def _rms_norm_backward(
         STAGES=cut.stages,
         num_warps=cut.warps,
     )
-    wrap_triton(sum_kernel)[(-(-width // COLUMNS), 1)](
+    launchable(sum_kernel)[(-(-width // COLUMNS), 1)](
         partial, dweight, cut.programs, WIDTH=width, ROWS=ROWS, BLOCK=COLUMNS, num_warps=4
     )
     return dx, dweight
+
+
+_rms_norm_backward = triton_op("headway::rms_norm_backward", mutates_args=())(_gradients)
 
 
 @_rms_norm_backward.register_fake
@@ -361,7 +367,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
     if grad is None:
         return None, None, None, None
     x, weight, rstd = ctx.saved_tensors
-    return *_rms_norm_backward(grad, None, x, weight, rstd, ctx.offset), None, None
+    return *_backward_op(grad, None, x, weight, rstd, ctx.offset), None, None
 
 
 def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -376,12 +382,13 @@ def _backward_sum(
     if grad is None:
         return grad_sum, grad_sum, None, None, None
     total, weight, rstd = ctx.saved_tensors
-    dx, dweight = _rms_norm_backward(grad, grad_sum, total, weight, rstd, ctx.offset)
+    dx, dweight = _backward_op(grad, grad_sum, total, weight, rstd, ctx.offset)
     return dx, dx, dweight, None, None
 
 
-_rms_norm.register_autograd(_backward, setup_context=_keep)
-_add_rms_norm.register_autograd(_backward_sum, setup_context=_keep_sum)
+_norm_op = eager_op_with_gradients(_rms_norm, _normalized, _keep, _backward)
+_add_norm_op = eager_op_with_gradients(_add_rms_norm, _added_and_normalized, _keep_sum, _backward_sum)
+_backward_op = eager_op(_rms_norm_backward, _gradients)
 
 
 # -- launches to compile ahead of time

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import wrap_triton
 
 from headway.kernels.compile_ahead import LaunchSpec
-from headway.kernels.triton_compat import tl, triton, triton_op
+from headway.kernels.eager_op import eager_op_with_gradients
+from headway.kernels.triton_compat import launchable, tl, triton, triton_op
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -52,14 +52,14 @@ def rope(q_BLNH: Tensor, k_BLKH: Tensor, table_2LR: Tensor) -> tuple[Tensor, Ten
             f"queries {q_BLNH.dtype} {tuple(q_BLNH.shape)} and keys {k_BLKH.dtype} {tuple(k_BLKH.shape)} differ in "
             "more than their heads"
         )
-    rotated: tuple[Tensor, Tensor] = _rope(q_BLNH, k_BLKH, table_2LR, False)
+    rotated: tuple[Tensor, Tensor] = _both_op(q_BLNH, k_BLKH, table_2LR, False)
     return rotated
 
 
 def rope_one(x_BLNH: Tensor, table_2LR: Tensor) -> Tensor:
     """Rotate one tensor alone."""
     _check(x_BLNH, table_2LR)
-    rotated: Tensor = _rope_one(x_BLNH, table_2LR, False)
+    rotated: Tensor = _one_op(x_BLNH, table_2LR, False)
     return rotated
 
 
@@ -206,11 +206,13 @@ def _output(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@triton_op("headway::rope", mutates_args=())
-def _rope(q_BLNH: Tensor, k_BLKH: Tensor, table_2LR: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+def _turned_both(q_BLNH: Tensor, k_BLKH: Tensor, table_2LR: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     q_out, k_out = _output(q_BLNH), _output(k_BLKH)
     _turn((q_BLNH, k_BLKH), (q_out, k_out), table_2LR, inverse)
     return q_out, k_out
+
+
+_rope = triton_op("headway::rope", mutates_args=())(_turned_both)
 
 
 @_rope.register_fake
@@ -218,11 +220,13 @@ def _(q_BLNH: Tensor, k_BLKH: Tensor, _table_2LR: Tensor, _inverse: bool) -> tup
     return _output(q_BLNH), _output(k_BLKH)
 
 
-@triton_op("headway::rope_one", mutates_args=())
-def _rope_one(x_BLNH: Tensor, table_2LR: Tensor, inverse: bool) -> Tensor:
+def _turned_one(x_BLNH: Tensor, table_2LR: Tensor, inverse: bool) -> Tensor:
     out = _output(x_BLNH)
     _turn((x_BLNH,), (out,), table_2LR, inverse)
     return out
+
+
+_rope_one = triton_op("headway::rope_one", mutates_args=())(_turned_one)
 
 
 @_rope_one.register_fake
@@ -239,7 +243,7 @@ def _turn(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], table_2LR: Te
         return
     keys = k.shape[2] if len(inputs) == 2 else 0
     share = cut(queries, keys, size)
-    wrap_triton(_turn_kernel)[(batch * length, share.shares)](
+    launchable(_turn_kernel)[(batch * length, share.shares)](
         q,
         k,
         table_2LR.contiguous(),
@@ -283,15 +287,15 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:  # noqa: A
 
 
 def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-    return *_rope(grad_q, grad_k, ctx.saved_tensors[0], not ctx.inverse), None, None
+    return *_both_op(grad_q, grad_k, ctx.saved_tensors[0], not ctx.inverse), None, None
 
 
 def _backward_one(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _rope_one(grad, ctx.saved_tensors[0], not ctx.inverse), None, None
+    return _one_op(grad, ctx.saved_tensors[0], not ctx.inverse), None, None
 
 
-_rope.register_autograd(_backward, setup_context=_keep)
-_rope_one.register_autograd(_backward_one, setup_context=_keep)
+_both_op = eager_op_with_gradients(_rope, _turned_both, _keep, _backward)
+_one_op = eager_op_with_gradients(_rope_one, _turned_one, _keep, _backward_one)
 
 
 # -- launches to compile ahead of time

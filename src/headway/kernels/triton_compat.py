@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["INSTALLED", "runs_on", "tl", "triton", "triton_op"]
+__all__ = ["INSTALLED", "launchable", "runs_on", "tl", "traced", "triton", "triton_op"]
 
 if TYPE_CHECKING:
     triton: Any
@@ -39,6 +39,16 @@ else:
 
         triton = tl = _Absent()
         triton_op = torch.library.custom_op  # the same operations, which raise when called
+
+
+def traced() -> bool:
+    """Whether a compiler, or another mode that follows operations, sees what is called now."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def launchable(kernel: Any) -> Any:
+    """Return a kernel to launch within an operation: for a compiler to see, if one follows it."""
+    return torch.library.wrap_triton(kernel) if traced() else kernel
 
 
 def runs_on(device: torch.device) -> bool:
