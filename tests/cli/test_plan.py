@@ -133,6 +133,13 @@ def test_explanations_are_in_the_json() -> None:
     assert sum(row["seconds"] for row in step["rows"]) == pytest.approx(found["best"]["step_s"])
 
 
+def test_attention_that_is_not_causal_is_counted_in_full() -> None:
+    causal, full = (" ".join(text(f"recipes/{name}.toml", "--on", "h100x1").split()) for name in ("demo", "images"))
+    assert "causal attention counted half" in causal
+    assert "attention counted in full: it is not causal" in full
+    assert "half" not in full
+
+
 def test_without_a_price_there_is_no_cost() -> None:
     assert document(LLAMA, "--on", "h100x8x4")["run"]["cost"] is None
     assert "$" not in text(LLAMA, "--on", "h100x8x4")

@@ -198,8 +198,10 @@ def _facts(plan: Plan, recipe: Recipe) -> Iterator[str]:
     best, run = plan.best.estimate, plan.run
     peak = f"{best.peak_flops_s / 1e12:,.4g} TFLOP/s"
     yield from label("speed", f"{best.tokens_s:,.0f} tokens/s, {best.tokens_s_per_device:,.0f} per device")
-    full = f"{tenths(best.mfu_full_attention)} counting full attention"
-    yield from label("MFU", f"{tenths(best.mfu)} of {peak}, causal attention counted half; {full}")
+    counted = "attention counted in full: it is not causal"
+    if best.mfu != best.mfu_full_attention:  # equal where attention is not causal
+        counted = f"causal attention counted half; {tenths(best.mfu_full_attention)} counting full attention"
+    yield from label("MFU", f"{tenths(best.mfu)} of {peak}, {counted}")
     hours = f"{run.device_hours:,.0f}" if run.device_hours >= 10 else f"{run.device_hours:.3g}"
     yield from label(
         "run", f"{plural(run.steps, 'step')}, {count(run.tokens)} tokens: {span(run.seconds)}, {hours} device-hours"

@@ -207,7 +207,9 @@ def _useful(ledger: Ledger, peak: str) -> list[str]:
     share = ledger.useful_ns / ledger.total_ns if ledger.total_ns else 0.0
     lines = [f"useful: {ledger.useful_ns / 1e9:,.1f} device-seconds at peak, {share:.1%} of all ({peak})"]
     counted = "without attention's own GEMMs"
-    if ledger.mfu_full_attention is not None:
+    if ledger.mfu_full_attention == ledger.mfu:
+        counted = "attention counted in full: it is not causal"
+    elif ledger.mfu_full_attention is not None:
         counted = f"causal attention counted half; {ledger.mfu_full_attention:.1%} counting full attention"
     return [*lines, f"MFU: {ledger.mfu:.1%} during steps, {counted}"]
 
