@@ -12,6 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from headway.cli.data import app
+from headway.cli.main import main
 from headway.cli.media_view import local_sources, spread_over
 from headway.data.media import MediaOptions, build_media, open_media
 from headway.data.media.corpus import open_media_corpus
@@ -91,6 +92,21 @@ def test_mistakes_are_one_sentence(files: Path, tmp_path: Path) -> None:
     captions = tmp_path / "captions.jsonl"
     with pytest.raises(DataError, match=r"1 file of 4 have no caption: empty.mp4"):
         run("build", tmp_path / "data", files, "--kind", "video", "--captions", captions, "--threads", 1)
+
+
+def test_interrupted_build_says_that_the_same_command_continues(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headway.cli.data_build.build_media", interrupt)
+    command = ["headway", "data", "build", str(tmp_path / "data"), str(files), "--kind", "video"]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.endswith("interrupted: the same command continues the build\n")
 
 
 def test_sources_in_object_stores_are_copied_once(files: Path, tmp_path: Path) -> None:
