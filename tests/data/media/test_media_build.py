@@ -230,14 +230,15 @@ def test_manifests_name_files(images: Path, tmp_path: Path) -> None:
         ({"file": "set-0/0.png", "captions": ["a", 3]}, "captions.jsonl:7 has a caption that is empty or no text"),
         ({"file": "set-0/0.png", "label": -1}, "captions.jsonl:7 has the label -1"),
         ({"file": "set-0/0.png", "label": 2.5}, "captions.jsonl:7 has the label 2.5"),
-        ({"file": "set-0/0.png", "label": 9}, "captions.jsonl:7: set-0/0.png has another label than in .*:1"),
+        ({"file": "set-0/0.png", "label": 9}, "captions.jsonl:7: set-0/0.png has label 9, not 0 as in .*:1"),
+        ({"file": "set-0/0.png", "label": 1 << 63}, "captions.jsonl:7 has the label 9223372036854775808"),
         ({"file": "set-0/0.png", "text": "x"}, "captions.jsonl:7 has an unknown key 'text'"),
     ],
 )
 def test_bad_rows_are_named(images: Path, tmp_path: Path, row: dict[str, Any], message: str) -> None:
     good = ({"file": f"set-{n % 2}/{n}.png", "caption": "x", "label": n} for n in range(6))
     captions = rows(tmp_path / "captions.jsonl", *good, row)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as caught:
         build(tmp_path / "data", images, captions=(str(captions),))
 
 
@@ -280,6 +281,30 @@ def test_recipe_opens_data_of_its_version_only(images: Path, tmp_path: Path) -> 
     batch = open_reader(data, seed=1, batch=3).read([0, 1, 2])
     assert batch.pixels.shape == (3, 1, 8, 8, 3)
     assert (batch.captions, batch.labels, batch.numbers.tolist()) == ([""] * 3, None, [0, 1, 2])
+    assert caught.value.message.startswith(f"{captions}:7"), "the path as it was given"
+    assert caught.value.hint
+    assert "label" not in row or "4,611,686,018,427,387,903" in caught.value.hint or row["label"] == 9
+
+
+def test_captions_without_rows_or_of_another_format_are_refused(images: Path, tmp_path: Path) -> None:
+    captions = tmp_path / "c.jsonl"
+    for content in ("", "\n\n"):
+        captions.write_text(content)
+        with pytest.raises(DataError, match="has no rows"):
+            build(tmp_path / "data", images, captions=(str(captions),))
+    table = tmp_path / "c.csv"
+    table.write_text("file,caption\na.png,x\n")
+    with pytest.raises(DataError, match=f"^{table}:1 is not JSON$") as caught:
+        build(tmp_path / "data", images, captions=(str(table),))
+    assert "JSONL or Parquet" in str(caught.value.hint)
+
+
+def test_files_of_the_other_kind_in_a_folder_are_counted(images: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(images / "moving.gif")
+    skipped: list[str] = []
+    built = build_media(tmp_path / "data", [images], MediaOptions("video"), on_skip=skipped.append)
+    assert built.manifest.clips == 1
+    assert skipped == [f"6 image files of {images}: not of kind video"]
     with pytest.raises(WrongDataVersion):
         open_reader(data.model_copy(update={"version": "0" * 12}), seed=1, batch=3)
 
