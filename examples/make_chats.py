@@ -1,18 +1,18 @@
 """Questions and answers about Python's standard library, to tune a small model on.
 
-    python examples/make_chats.py OUT
+    python examples/make_chats.py [OUT]
 
 OUT/chats.jsonl has conversations, OUT/pairs.jsonl a plain and a wordy answer to each question, OUT/labels.jsonl one of
 the two with a label, and OUT/chatml.jinja a chat template for models that have none. OUT/choices.toml is a task of
 `headway eval`: which of four answers is the one? The answers are the first sentences of docstrings.
 """
 
+import argparse
 import contextlib
 import importlib
 import inspect
 import json
 import random
-import sys
 from pathlib import Path
 
 MODULES = (
@@ -49,7 +49,11 @@ def answers() -> dict[str, str]:
 
 def main() -> None:
     """Write the files."""
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else "data/chats")
+    parser = argparse.ArgumentParser(
+        description="Chats, preferences and a task of questions about Python's standard library."
+    )
+    parser.add_argument("out", metavar="OUT", nargs="?", default="data/chats", help="folder (%(default)s)")
+    out = Path(parser.parse_args().out)
     out.mkdir(parents=True, exist_ok=True)
     sentences = answers()
     draw = random.Random(0)

@@ -1,6 +1,6 @@
 """Short videos of moving shapes, each with captions that name the shape, its colour and the way it moves.
 
-    python examples/make_clips.py OUT [CLIPS [SIZE [FRAMES]]]
+    python examples/make_clips.py [OUT [CLIPS [SIZE [FRAMES]]]]
 
 OUT/clips has the files and OUT/captions.jsonl a row for each: two captions, the direction as a label (0 left, 1 right,
 2 up, 3 down), and the scene that the clip belongs to. A shape crosses the picture, from near the edge that it moves
@@ -9,9 +9,9 @@ seen them. Build a dataset from them with
 `headway data build data/clips 'OUT/clips/**/*.mp4' --kind video --captions OUT/captions.jsonl`.
 """
 
+import argparse
 import json
 import random
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -69,9 +69,13 @@ def write_clip(path: Path, pictures: np.ndarray, fps: int = 8, gop: int = 12) ->
 
 def main() -> None:
     """Write the files."""
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else "data/clips-files")
-    given = [int(word) for word in sys.argv[2:]]
-    clips, size, count = given + [96, 32, 24][len(given) :]
+    parser = argparse.ArgumentParser(description="Short videos of moving shapes, with captions and labels.")
+    parser.add_argument("out", metavar="OUT", nargs="?", default="data/clips-files", help="folder (%(default)s)")
+    parser.add_argument("clips", metavar="CLIPS", nargs="?", type=int, default=96, help="clips (%(default)s)")
+    parser.add_argument("size", metavar="SIZE", nargs="?", type=int, default=32, help="width, height (%(default)s)")
+    parser.add_argument("frames", metavar="FRAMES", nargs="?", type=int, default=24, help="of a clip (%(default)s)")
+    options = parser.parse_args()
+    out, clips, size, count = Path(options.out), options.clips, options.size, options.frames
     out.mkdir(parents=True, exist_ok=True)
     generator = random.Random(1)
     with (out / "captions.jsonl").open("w") as captions:

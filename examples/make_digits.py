@@ -1,13 +1,13 @@
 """Images of handwritten digits, from scikit-learn: 1,797 PNG files of 8 x 8 pixels, with captions and labels 0 to 9.
 
-    python examples/make_digits.py OUT
+    python examples/make_digits.py [OUT]
 
 OUT/images has the files and OUT/captions.jsonl a row for each. Build a dataset from them with
 `headway data build data/digits 'OUT/images/*.png' --kind image --captions OUT/captions.jsonl`.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,9 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 def main() -> None:
     """Write the files."""
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else "data/digits-files")
+    parser = argparse.ArgumentParser(description="Images of handwritten digits, with captions and labels 0 to 9.")
+    parser.add_argument("out", metavar="OUT", nargs="?", default="data/digits-files", help="folder (%(default)s)")
+    out = Path(parser.parse_args().out)
     (out / "images").mkdir(parents=True, exist_ok=True)
     images, labels = load_digits(return_X_y=True)
     with (out / "captions.jsonl").open("w") as captions:

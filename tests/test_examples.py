@@ -103,6 +103,19 @@ def test_word_problems_are_held_out_by_question(tmp_path: Path, monkeypatch: pyt
     assert len({json.loads(line)["prompt"] for line in learnt}) == 30
 
 
+@pytest.mark.parametrize("name", ["make_chats.py", "make_clips.py", "make_digits.py"])
+def test_help_of_a_data_script_writes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert ended.value.code == 0
+    assert "OUT " in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_plan_is_made_from_python(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "plan_from_python.py"), run_name="__main__")
     assert EXPECTED["plan_from_python.py"] in capsys.readouterr().out

@@ -45,11 +45,19 @@ def write(folder: Path, text: str, name: str = "r.toml") -> Path:
         # The key that is now wrong is in the file; what made it wrong is the setting.
         (["model.class=a.b:C"], "--set model.class=a.b:C: model.layers does not apply to a custom class"),
         (["seed=3", "model.family=gpt2"], "--set model.family=gpt2: model"),
+        # Several settings are wrong: each mistake has its own.
+        (["train.steps=2", "model.heads=5"], "--set model.heads=5: model: heads"),
+        (["model.heads=5", "train.steps=2"], "--set model.heads=5: model: heads"),
+        (["model.layers=3", "model.heads=5", "train.steps=2"], "--set model.heads=5: model: heads"),
+        (["train.steps=2", "model.layers=3"], "--set train.steps=2: train: warmup_steps (9)"),
+        (["objective.kind=dpo", "objective.beta=0.2", "objective.kind=ddpo"], "--set objective.kind=ddpo: unknown"),
     ],
 )
 def test_error_of_a_setting_names_the_option_and_not_the_file(tmp_path, settings, message) -> None:
     file = tmp_path / "r.toml"
-    file.write_text('[model]\nlayers = 2\nkv_heads = 2\n[data]\npath = "d"\n[train]\nlr = 1e-3\n')
+    file.write_text(
+        '[model]\nlayers = 2\nheads = 4\nkv_heads = 2\n[data]\npath = "d"\n[train]\nlr = 1e-3\nwarmup_steps = 9\n'
+    )
     for load in (lambda: load_recipe(file, settings), lambda: with_settings(load_recipe(file), settings)):
         with pytest.raises(RecipeError) as caught:
             load()
@@ -311,3 +319,12 @@ def test_keys_of_other_families_are_reported(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"unknown model\.family 'mixtrall'") as caught:
         load_recipe(file, ["model.family=mixtrall"])
     assert (caught.value.hint or "").startswith("did you mean mixtral or mistral?")
+
+
+def test_unknown_kind_of_objective_is_reported_before_its_keys(tmp_path: Path) -> None:
+    file = write(tmp_path, '[data]\npath = "d"\n[objective]\nkind = "flow"\ndrop_condition = 0.2\n')
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file, ["objective.kind=flaw"])
+    assert caught.value.message == "--set objective.kind=flaw: unknown objective.kind 'flaw'"
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("did you mean flow")

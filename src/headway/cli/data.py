@@ -193,7 +193,7 @@ def probe_command(
     ],
     kind: Annotated[
         Literal["image", "video"] | None,
-        typer.Option(help="Which files of a folder (default: videos if there are any)."),
+        typer.Option(help="Which files of a folder (default: what most of them are)."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Also draw the distributions.")] = None,
     as_json: Json = False,

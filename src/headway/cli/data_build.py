@@ -57,16 +57,19 @@ def build_chats(out: Path, sources: Sequence[str], options: ChatOptions, run: Bu
 def build_clips(out: Path, sources: list[str], options: MediaOptions, run: BuildRun, *, as_json: bool) -> None:
     """Build a dataset of images or video and print what it holds."""
     on_ray = run.engine == "ray"
-    with local_sources(sources, options.kind, out) as files, build_progress() as progress:
-        built = build_media(
-            out,
-            files,
-            options,
-            force=run.force,
-            examine=ray_examiners(_ray()) if on_ray else in_processes(run.threads or os.cpu_count() or 1),
-            progress=lambda now: progress(BuildProgress(*now)),
-            on_skip=_print_skipped,
-        )
+    try:
+        with local_sources(sources, options.kind, out) as files, build_progress() as progress:
+            built = build_media(
+                out,
+                files,
+                options,
+                force=run.force,
+                examine=ray_examiners(_ray()) if on_ray else in_processes(run.threads or os.cpu_count() or 1),
+                progress=lambda now: progress(BuildProgress(*now)),
+                on_skip=_print_skipped,
+            )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command continues the build") from None
     print_json(build_facts(built)) if as_json else print_built(built, out)
 
 

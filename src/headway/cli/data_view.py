@@ -74,7 +74,7 @@ def show_media(path: Path, samples: int | None, sheet: Path | None, *, as_json: 
         return
     print_media(path, manifest)
     for clip in shown:
-        print_clip(clip)
+        print_clip(clip, manifest.kind)
     if sheet is not None:
         print(f"\ncontact sheet: {sheet}")
     print(f"\nnext: headway data probe {shlex.quote(str(path))}")

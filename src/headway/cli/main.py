@@ -177,8 +177,9 @@ def main() -> None:
         _print_error(error.message, error.hint)
         sys.exit(error.exit_status)
     except SystemExit as ended:
-        if ended.code == INTERRUPTED and _was_interrupted(ended):
-            print("interrupted", file=sys.stderr)
+        interruption = _interruption(ended) if ended.code == INTERRUPTED else None
+        if interruption is not None:
+            print(": ".join(("interrupted", *map(str, interruption.args))), file=sys.stderr)
         raise
     except BrokenPipeError:
         sys.stderr.close()
@@ -190,11 +191,11 @@ def main() -> None:
         sys.exit(1)
 
 
-def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C led to an error: Typer turns it into an exit."""
+def _interruption(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the Ctrl-C that led to an error, if one did: Typer turns it into an exit."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
-    return error is not None
+    return error
 
 
 def _print_error(message: str, hint: str | None) -> None:

@@ -12,11 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from headway.cli.text import byte_size, columns, count, duration, plural, shortened
+from headway.cli.text import byte_size, columns, duration, plural, shortened
 from headway.data.media import MediaManifest, MediaResult, open_media
 from headway.data.media.manifest import Kind
 from headway.data.media.probe import MediaFacts, histogram
-from headway.data.media.sources import LISTS, SUFFIXES
+from headway.data.media.sources import LISTS, SUFFIXES, other_kind
 from headway.data.sources import glob_regex
 from headway.errors import DataError
 from headway.state.object_store import open_store
@@ -159,12 +159,13 @@ def spread_over(clips: int, most: int) -> list[int]:
     return [low + int((high - low) * (index * GOLDEN % 1)) for index, (low, high) in enumerate(pairwise(ends))]
 
 
-def print_clip(clip: dict[str, Any]) -> None:
-    """Print a clip in a few lines."""
+def print_clip(clip: dict[str, Any], kind: Kind) -> None:
+    """Print a clip or an image in a few lines."""
+    noun = "clip" if kind == "video" else "image"
     moving = f", {plural(clip['frames'], 'frame')} at {clip['fps']:g} fps, {plural(clip['keyframes'], 'keyframe')}"
     facts = f"{clip['codec']}, {clip['width']} x {clip['height']}{moving if clip['frames'] > 1 else ''}"
     label = "" if clip["label"] is None else f", label {clip['label']}"
-    print(f"\nclip {clip['clip']:,}  {shortened(clip['name'], columns() - 14)}")
+    print(f"\n{noun} {clip['clip']:,}  {shortened(clip['name'], columns() - 15)}")
     print(f"  {shortened(facts + label, columns() - 2)}")
     for caption in clip["captions"][:3]:
         print(f"  {shortened(repr(caption)[1:-1], columns() - 2)}")
@@ -175,6 +176,7 @@ def probe_facts(facts: MediaFacts) -> dict[str, Any]:
     return {
         "path": facts.path, "kind": facts.kind, "files": len(facts), "bytes": facts.bytes, "width": facts.width,
         "height": facts.height, "duration_s": facts.duration_s, "fps": facts.fps, "unreadable": facts.unreadable,
+        "other_files": facts.other_files,
     }  # fmt: skip
 
 
@@ -194,6 +196,9 @@ def print_probe(facts: MediaFacts) -> None:
         print(shortened(f"unreadable: {name}: {reason}", columns()), file=sys.stderr)
     if len(facts.unreadable) > 5:
         print(f"and {len(facts.unreadable) - 5:,} more are unreadable (--json lists all)", file=sys.stderr)
+    if facts.other_files:
+        other = other_kind(facts.kind)
+        print(f"left out: {plural(facts.other_files, f'{other} file')} (--kind {other} probes them)", file=sys.stderr)
 
 
 def _range(low: float, high: float) -> str:
@@ -203,9 +208,9 @@ def _range(low: float, high: float) -> str:
 def _print_bars(title: str, rows: Sequence[tuple[str, int]]) -> None:
     print(f"\n  {title}")
     label = max(len(name) for name, _ in rows)
-    numbers = max(len(count(number)) for _, number in rows)
+    numbers = max(len(f"{number:,}") for _, number in rows)
     width = columns() - label - numbers - 8
     most = max(number for _, number in rows)
     for name, number in rows:
         bar = "#" * max(round(width * number / most), 1 if number else 0)
-        print(f"    {name:>{label}}  {count(number):>{numbers}}  {bar}".rstrip())
+        print(f"    {name:>{label}}  {number:>{numbers},}  {bar}".rstrip())

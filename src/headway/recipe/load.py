@@ -53,18 +53,36 @@ def _with_settings(
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        valid = [_is_valid(state) for state in states]
-        turns = [i for i in range(len(settings)) if valid[i] and not valid[i + 1]]
+        first = _identity(_mistakes(error)[0])
+        wrong = [first in _identities(state) for state in states]
+        turns = [i for i in range(len(settings)) if wrong[i + 1] and not wrong[i]]
         blamed = f"--set {settings[turns[-1]]}" if turns else None
         raise _explain(error, origins, default_origin, blamed) from None
 
 
-def _is_valid(values: Mapping[str, Any]) -> bool:
+def _identities(values: Mapping[str, Any]) -> set[tuple[Any, ...]]:
+    """Return what identifies each mistake of these values."""
     try:
         Recipe.model_validate(values)
-    except ValidationError:
-        return False
-    return True
+    except ValidationError as error:
+        return {_identity(mistake) for mistake in error.errors()}
+    return set()
+
+
+def _identity(mistake: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return where a mistake is and what kind it is, whatever the values: numbers in its message may be others."""
+    return mistake["loc"], mistake["type"], re.sub(r"[\d.,]+", "", mistake["msg"])
+
+
+def _mistakes(error: ValidationError) -> list[Any]:
+    """Return all mistakes, best first: an unknown kind of section, which makes its keys unknown, then unknown keys."""
+
+    def rank(mistake: Any) -> int:
+        if ".".join(map(str, _field_path(mistake["loc"]))) in ("model.family", "objective.kind"):
+            return 0
+        return 1 if mistake["type"] == "extra_forbidden" else 2
+
+    return sorted(error.errors(), key=rank)
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -254,8 +272,7 @@ def _explain(
 
     `blamed` is the setting without which there would be none.
     """
-    mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
-    first = mistakes[0]
+    first = _mistakes(error)[0]
     key = ".".join(str(part) for part in _field_path(first["loc"]))
     if first["type"] == "at_key":
         key += f".{first['ctx']['key']}"
@@ -314,7 +331,8 @@ def _origin(key: str, origins: Mapping[str, str]) -> str | None:
     """Return where a key came from; if it was not given itself, the origin of a parent or a child."""
     parts = key.split(".")
     around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    inside = (name for name in origins if name.startswith(f"{key}."))
+    # A setting inside is not to blame: the caller knows which one is, if any.
+    inside = (name for name in origins if name.startswith(f"{key}.") and not origins[name].startswith("--set "))
     return next((origins[name] for name in (*around, *inside) if name in origins), None)
 
 

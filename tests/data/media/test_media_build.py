@@ -173,8 +173,43 @@ def test_building_again_changes_nothing_and_other_data_is_kept(images: Path, tmp
     (images / "new.png").write_bytes(png(77))
     with pytest.raises(DataError, match=r"holds version .*, this build makes"):
         build(tmp_path / "data", images)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "there is nothing to continue"
     assert open_media(tmp_path / "data").version == first.manifest.version
     assert build(tmp_path / "data", images, force=True).manifest.clips == 7
+
+
+def test_another_version_is_refused_before_files_are_decoded_or_written(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path / "data", images)
+
+    def never(*_arguments: Any) -> Any:
+        pytest.fail("it is known before")
+
+    (tmp_path / "only.gif").write_bytes(b"")
+    with pytest.raises(DataError, match="this build makes another one"):
+        build_media(tmp_path / "data", [tmp_path / "only.gif"], MediaOptions("video"), examine=never)
+    captions = rows(tmp_path / "c.jsonl", *({"file": f"set-{n % 2}/{n}.png", "label": n} for n in range(6)))
+    with pytest.raises(DataError, match="this build makes another one"):
+        build(tmp_path / "data", images, captions=(str(captions),), examine=never)
+    (images / "set-0" / "0.png").rename(images / "moved.png")
+    with pytest.raises(DataError, match="this build makes another one"):
+        build(tmp_path / "data", images, examine=never)
+    (images / "moved.png").rename(images / "set-0" / "0.png")
+    (images / "new.png").write_bytes(png(77))  # it might be damaged, so it is decoded
+    monkeypatch.setattr("headway.data.media.build.write_shard", never)
+    with pytest.raises(DataError, match="this build makes another one"):
+        build(tmp_path / "data", images)
+
+
+@pytest.mark.parametrize("part", ["clips", "index", "texts"])
+def test_a_damaged_dataset_is_built_again(images: Path, tmp_path: Path, part: str) -> None:
+    folder = build(tmp_path / "data", images).path
+    before = digest(folder)
+    shard = folder / f"{part}-00000.{'jsonl' if part == 'texts' else 'bin'}"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert build(tmp_path / "data", images).changed
+    assert digest(folder) == before
 
 
 def test_damaged_and_equal_files_are_left_out_with_reasons(images: Path, tmp_path: Path) -> None:
@@ -192,8 +227,14 @@ def test_damaged_and_equal_files_are_left_out_with_reasons(images: Path, tmp_pat
     listed = [json.loads(line) for line in (tmp_path / "data" / "skipped.jsonl").read_text().splitlines()]
     assert {row["file"] for row in listed} == set(built.skipped)
     (tmp_path / "only.png").write_bytes(b"")
-    with pytest.raises(DataError, match="none of 1 file can be used: it is empty"):
+    with pytest.raises(DataError, match=r"none of 1 file can be used: it is empty$"):
         build(tmp_path / "other", tmp_path / "only.png")
+    (tmp_path / "only2.png").write_bytes(b"")
+    (tmp_path / "only3.png").write_bytes(bytes(100))
+    reasons = r"it is empty \(2 files\), it is damaged, or of an unknown format \(1 file\)$"
+    with pytest.raises(DataError, match=f"none of 3 files can be used: {reasons}"):
+        build(tmp_path / "other", tmp_path / "only*.png")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "there is nothing to continue"
 
 
 def test_links_that_lead_outside_are_refused(images: Path, tmp_path: Path) -> None:
@@ -230,15 +271,40 @@ def test_manifests_name_files(images: Path, tmp_path: Path) -> None:
         ({"file": "set-0/0.png", "captions": ["a", 3]}, "captions.jsonl:7 has a caption that is empty or no text"),
         ({"file": "set-0/0.png", "label": -1}, "captions.jsonl:7 has the label -1"),
         ({"file": "set-0/0.png", "label": 2.5}, "captions.jsonl:7 has the label 2.5"),
-        ({"file": "set-0/0.png", "label": 9}, "captions.jsonl:7: set-0/0.png has another label than in .*:1"),
+        ({"file": "set-0/0.png", "label": 9}, "captions.jsonl:7: set-0/0.png has label 9, not 0 as in .*:1"),
+        ({"file": "set-0/0.png", "label": 1 << 63}, "captions.jsonl:7 has the label 9223372036854775808"),
         ({"file": "set-0/0.png", "text": "x"}, "captions.jsonl:7 has an unknown key 'text'"),
     ],
 )
 def test_bad_rows_are_named(images: Path, tmp_path: Path, row: dict[str, Any], message: str) -> None:
     good = ({"file": f"set-{n % 2}/{n}.png", "caption": "x", "label": n} for n in range(6))
     captions = rows(tmp_path / "captions.jsonl", *good, row)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as caught:
         build(tmp_path / "data", images, captions=(str(captions),))
+    assert caught.value.message.startswith(f"{captions}:7"), "the path as it was given"
+    assert caught.value.hint
+    assert "label" not in row or "4,611,686,018,427,387,903" in caught.value.hint or row["label"] == 9
+
+
+def test_captions_without_rows_or_of_another_format_are_refused(images: Path, tmp_path: Path) -> None:
+    captions = tmp_path / "c.jsonl"
+    for content in ("", "\n\n"):
+        captions.write_text(content)
+        with pytest.raises(DataError, match="has no rows"):
+            build(tmp_path / "data", images, captions=(str(captions),))
+    table = tmp_path / "c.csv"
+    table.write_text("file,caption\na.png,x\n")
+    with pytest.raises(DataError, match=f"^{table}:1 is not JSON$") as caught:
+        build(tmp_path / "data", images, captions=(str(table),))
+    assert "JSONL or Parquet" in str(caught.value.hint)
+
+
+def test_files_of_the_other_kind_in_a_folder_are_counted(images: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(images / "moving.gif")
+    skipped: list[str] = []
+    built = build_media(tmp_path / "data", [images], MediaOptions("video"), on_skip=skipped.append)
+    assert built.manifest.clips == 1
+    assert skipped == [f"6 image files of {images}: not of kind video"]
 
 
 def test_missing_captions_are_an_error_or_leave_files_out(images: Path, tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from headway.cli.data import app
-from headway.cli.media_view import local_sources, spread_over
+from headway.cli.main import main
+from headway.cli.media_view import local_sources, print_probe, spread_over
 from headway.data.media import MediaOptions, build_media, open_media
 from headway.data.media.corpus import open_media_corpus
 from headway.data.media.decode import Undecodable, open_image
-from headway.data.media.probe import histogram
+from headway.data.media.probe import MediaFacts, histogram, media_figure
 from headway.errors import DataError, UsageError
 from headway.recipe.load import parse_recipe
 
@@ -93,6 +94,21 @@ def test_mistakes_are_one_sentence(files: Path, tmp_path: Path) -> None:
         run("build", tmp_path / "data", files, "--kind", "video", "--captions", captions, "--threads", 1)
 
 
+def test_interrupted_build_says_that_the_same_command_continues(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headway.cli.data_build.build_media", interrupt)
+    command = ["headway", "data", "build", str(tmp_path / "data"), str(files), "--kind", "video"]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.endswith("interrupted: the same command continues the build\n")
+
+
 def test_sources_in_object_stores_are_copied_once(files: Path, tmp_path: Path) -> None:
     (files / "deep").mkdir()
     (files / "2.mp4").rename(files / "deep" / "2.mp4")
@@ -132,12 +148,55 @@ def test_one_file_is_probed_and_damaged_ones_are_named(files: Path, tmp_path: Pa
     (tmp_path / "bad.png").write_bytes(bytes(100))
     with pytest.raises(DataError, match=r"^cannot read .*bad.png: (?!.*_io)"):
         run("probe", tmp_path / "bad.png")
+    Image.effect_noise((40, 40), 50).save(tmp_path / "noise.png")
+    whole = (tmp_path / "noise.png").read_bytes()
+    scrambled = whole[:100] + bytes(len(whole) - 100)
+    for content, reason in ((b"", "it is empty"), (whole[:-400], "it is cut short"), (scrambled, "it is damaged")):
+        with pytest.raises(Undecodable, match=f"^{reason}$"):
+            open_image(content)
+    for name in ("empty.png", "empty.mp4"):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(DataError, match=f"{name}: it is empty$"):
+            run("probe", tmp_path / name)
     with pytest.raises(DataError, match="is no video file"):
         run("probe", tmp_path / "captions.jsonl", "--kind", "video")
     with pytest.raises(DataError, match="does not exist"):
         run("probe", tmp_path / "nothing.png")
     with pytest.raises(Undecodable, match=r"^it is damaged, or of an unknown format$"):
         open_image(bytes(100))
+
+
+def test_probe_goes_by_what_most_files_are(tmp_path: Path) -> None:
+    for number in range(3):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "still.gif")
+    printed, log = run("probe", tmp_path)
+    assert printed.startswith(f"{tmp_path}: 4 images, ")
+    assert "left out" not in log, "a GIF is an image too"
+    (tmp_path / "a.mp4").write_bytes(make_video(2))
+    (tmp_path / "no.png").write_bytes(bytes(9))
+    _, log = run("probe", tmp_path)
+    assert "left out: 1 video file (--kind video probes them)" in log
+    assert "unreadable: no.png: it is damaged, or of an unknown format" in log
+    facts = json.loads(run("probe", tmp_path, "--kind", "video", "--json")[0])
+    assert (facts["kind"], facts["files"], facts["other_files"]) == ("video", 2, 4)
+
+
+def test_histograms_of_equal_sizes_count_pixels_from_zero() -> None:
+    facts = MediaFacts("digits", "image", [8] * 1797, [8] * 1797, [], [], 1, {})
+    sizes, points = media_figure(facts).axes
+    assert sizes.get_xlabel() == "pixels"
+    assert sizes.get_xlim()[0] == 0
+    assert all(bar.get_x() >= 0 for bar in sizes.patches)
+    assert sum(bar.get_height() for bar in sizes.patches if bar.get_x() <= 64 <= bar.get_x() + bar.get_width()) == 1797
+    assert (points.get_xlim()[0], points.get_ylim()[0]) == (0, 0)
+    large = MediaFacts("photos", "image", [640, 1280], [480, 720], [], [], 1, {})
+    assert media_figure(large).axes[0].get_xlabel() == "megapixels"
+
+
+def test_counts_of_histograms_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    print_probe(MediaFacts("digits", "image", [8] * 1797, [8] * 1797, [], [], 1, {}))
+    assert "8 x 8  1,797  #" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -163,7 +222,10 @@ def labelled(tmp_path: Path) -> Callable[..., Path]:
 def test_a_sheet_is_a_full_page(labelled: Callable[..., Path], tmp_path: Path) -> None:
     sheet = tmp_path / "sheet.png"
     built = labelled([0] * 60, captions=True)
-    assert run("show", built, "--sheet", sheet)[0].count("\nimage ") <= 3
+    printed = run("show", built, "--sheet", sheet)[0]
+    assert printed.count("\nimage ") == 3
+    assert "\nimage 0  000.png\n" in printed
+    assert "clip" not in printed
     with Image.open(sheet) as picture:
         assert picture.height == 8 * (160 + 16 + 8) + 8
     with pytest.raises(UsageError, match="is not a folder"):

@@ -291,8 +291,8 @@ def test_gray_and_odd_sizes_become_rgb() -> None:
     [
         (b"", "it is empty"),
         (b"hello", "it is damaged, or of an unknown format"),
-        (saved(Image.fromarray(np.tile(STORED, (40, 40, 1))), "PNG")[:-300], "truncated|broken"),
-        (saved(Image.fromarray(np.tile(STORED, (40, 40, 1))), "JPEG")[:-300], "truncated"),
+        (saved(Image.fromarray(np.tile(STORED, (40, 40, 1))), "PNG")[:-300], "^it is (cut short|damaged)$"),
+        (saved(Image.fromarray(np.tile(STORED, (40, 40, 1))), "JPEG")[:-300], "^it is cut short$"),
         (saved(Image.new("1", (30_000, 30_000)), "PNG"), "pixels"),
     ],
     ids=["empty", "text", "cut PNG", "cut JPEG", "huge"],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numbered_clips import make_video, number_of
 
+from eventually import eventually
 from headway.data.media import (
     DecoderLimits,
     MediaDataset,
@@ -136,6 +137,19 @@ def test_memory_is_limited(tmp_path: Path) -> None:
         pytest.raises(DataError, match=r"sample 0, clip 0 \(big.mp4\): "),
     ):
         pool.read(0)
+
+
+def test_ctrl_c_does_not_end_a_decoder(clips: Path) -> None:
+    """It goes to all processes of a terminal; the parent ends them."""
+    request = {"examine": {"name": "0.mp4", "root": str(clips.parent), "bytes": 1, "mtime_ns": 1}, "kind": "video"}
+    with DecoderProcesses(1) as decoders:
+        first = decoders.submit(request)
+        eventually(lambda: decoders.pids)
+        os.kill(decoders.pids[0], signal.SIGINT)  # while it starts
+        assert first.result()["facts"]["width"] == 64
+        os.kill(decoders.pids[0], signal.SIGINT)
+        assert decoders.submit(request).result()["facts"]["width"] == 64
+        assert decoders.replaced == 0
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -16,10 +17,10 @@ from typing import Any, NamedTuple
 
 from headway.data.build import refuse_foreign
 from headway.data.manifest import MANIFEST
-from headway.data.media.dataset import open_media
+from headway.data.media.dataset import MediaDataset, open_media
 from headway.data.media.examiner import Examined, examine_here
 from headway.data.media.filters import MediaFilters, filtered
-from headway.data.media.manifest import Kind, MediaFile, MediaManifest, read_media_manifest
+from headway.data.media.manifest import Kind, MediaFile, MediaManifest, is_media, read_media_manifest
 from headway.data.media.sources import MediaSource, find_media, read_labels, with_labels
 from headway.data.media.writer import (
     ClipText,
@@ -108,6 +109,9 @@ def build_media(
     files = find_media(sources, options.kind, exclude=options.exclude, on_skip=report)
     labels = read_labels(map(Path, options.captions))
     files = with_labels(files, labels, strict=options.strict)
+    existing = None if force else _existing(target)
+    if existing is not None and _holds_others(existing, files, options.kind):
+        raise _other_version(target, existing.version)
     with _work_folder(target) as work:
         try:
             examined = _examine(work, files, options, examine, show)
@@ -115,12 +119,12 @@ def build_media(
             for name, (_, reason) in skipped.items():
                 report(f"{name}: {reason}")
             kept = [file for file in files if file.name not in skipped]
-            if not kept:
-                raise DataError(
-                    f"none of {plural(len(files), 'file')} can be used: {next(iter(skipped.values()))[1]}",
-                    hint="check the globs, --kind and what was skipped",
-                )
-            manifest, changed = _write(work, target, kept, examined, options, force, show)
+            with _removed_if_refused(work):
+                if not kept:
+                    raise _nothing_left(len(files), [reason for _, reason in skipped.values()])
+                if existing is not None and not _same_bytes(existing, kept, examined):
+                    raise _other_version(target, existing.version)
+                manifest, changed = _write(work, target, kept, examined, options, force, show)
             if changed:
                 _record(work / "dataset", files, options, skipped)
                 install_folder(work / "dataset", target)
@@ -128,6 +132,54 @@ def build_media(
             raise DamagedData(f"cannot write {target}: {error.strerror or error}", hint="is the disk full?") from error
         shutil.rmtree(work, ignore_errors=True)
     return MediaResult(target, manifest, changed, len(files), sum(file.bytes for file in files), skipped)
+
+
+def _nothing_left(files: int, reasons: Sequence[str]) -> DataError:
+    """Return the error of a build that leaves out all files: the most frequent reasons, with their counts."""
+    counted = Counter(reasons).most_common()
+    words = [reason if files == 1 else f"{reason} ({plural(number, 'file')})" for reason, number in counted[:3]]
+    more = [f"other reasons ({plural(sum(number for _, number in counted[3:]), 'file')})"] if counted[3:] else []
+    return DataError(
+        f"none of {plural(files, 'file')} can be used: {', '.join(words + more)}",
+        hint="check the globs, --kind and what was skipped",
+    )
+
+
+def _existing(target: Path) -> MediaDataset | None:
+    """Return the dataset that a build must agree with; None if there is none, or it is damaged."""
+    if not is_media(target):
+        return None
+    try:
+        return open_media(target)
+    except DataError:
+        return None
+
+
+def _holds_others(dataset: MediaDataset, files: Sequence[MediaSource], kind: Kind) -> bool:
+    """Return whether no build of these files can give this dataset, as far as is known before they are decoded."""
+    if dataset.kind != kind or dataset.clips > len(files):
+        return True
+    sources = {file.name: (file.bytes, _text_of(file)) for file in files}
+    clips = map(dataset.clip, range(dataset.clips))
+    return any(
+        sources.get(clip.name) != (clip.bytes, ClipText(clip.name, clip.source, clip.captions, clip.label))
+        for clip in clips
+    )
+
+
+def _same_bytes(dataset: MediaDataset, files: Sequence[MediaSource], examined: dict[str, Examined]) -> bool:
+    """Return whether a dataset has the bytes of these files, in order."""
+    held = (dataset.clip(number).sha256 for number in range(dataset.clips))
+    return dataset.clips == len(files) and all(
+        examined[file.name].sha256 == sha256 for file, sha256 in zip(files, held, strict=True)
+    )
+
+
+def _other_version(target: Path, version: str, built: str = "another one") -> DataError:
+    return DataError(
+        f"{target} holds version {version}, this build makes {built}",
+        hint="replace it with --force, or choose another folder",
+    )
 
 
 @contextmanager
@@ -149,6 +201,17 @@ def _work_folder(target: Path) -> Iterator[Path]:
         yield work
     finally:
         os.close(lock)
+
+
+@contextmanager
+def _removed_if_refused(work: Path) -> Iterator[None]:
+    """Remove the folder of a build that would end the same way again; damage and a full disk may pass."""
+    try:
+        yield
+    except DataError as error:
+        if not isinstance(error, DamagedData):
+            shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def _examine(
@@ -239,9 +302,12 @@ def _write(
 
 def _shard_clip(file: MediaSource, result: Examined) -> ShardClip:
     assert result.facts is not None, "damaged files were left out"
+    return ShardClip(file.bytes, result.sha256, result.facts, _text_of(file))
+
+
+def _text_of(file: MediaSource) -> ClipText:
     labels = file.labels
-    text = ClipText(file.name, labels.source or file.name, labels.captions, labels.label)
-    return ShardClip(file.bytes, result.sha256, result.facts, text)
+    return ClipText(file.name, labels.source or file.name, labels.captions, labels.label)
 
 
 def _shard(folder: Path, work: Path, number: int, clips: Sequence[ShardClip], paths: Sequence[Path]) -> WrittenShard:
@@ -269,10 +335,7 @@ def _is_new(target: Path, manifest: MediaManifest, force: bool) -> bool:
     except DataError as error:
         raise DataError(f"{error.message}, not this dataset", hint="replace it with --force") from None
     if existing != manifest.version:
-        raise DataError(
-            f"{target} holds version {existing}, this build makes {manifest.version}",
-            hint="replace it with --force, or choose another folder",
-        )
+        raise _other_version(target, existing, manifest.version)
     try:
         open_media(target, verify="full")
     except DataError:

@@ -39,6 +39,10 @@ SCALING = 32 | 0x2000 | 0x40000 | 0x80000
 """How libswscale scales: averaging areas, with full chroma, rounded accurately; the same bits on any processor."""
 
 
+EMPTY = "it is empty"
+UNKNOWN = "it is damaged, or of an unknown format"
+
+
 class Undecodable(DamagedData):
     """A clip's bytes cannot be decoded as its index says."""
 
@@ -71,6 +75,8 @@ def open_image(content: memoryview | bytes) -> "Image.Image":
     image_module = need("PIL.Image")
     from PIL import ImageOps
 
+    if not len(content):
+        raise Undecodable(EMPTY)
     try:
         with image_module.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
@@ -78,7 +84,20 @@ def open_image(content: memoryview | bytes) -> "Image.Image":
             image.load()
             return _as_rgb(ImageOps.exif_transpose(image))
     except (OSError, ValueError, SyntaxError, EOFError, image_module.DecompressionBombError) as error:
-        raise Undecodable(reason_of(error)) from None
+        raise Undecodable(image_reason(error)) from None
+
+
+def image_reason(error: Exception) -> str:
+    """Return why Pillow cannot decode an image, whose own words say which of its parts met what."""
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(error, Image.DecompressionBombError) or getattr(error, "errno", None):
+        return reason_of(error)
+    if isinstance(error, UnidentifiedImageError):
+        return UNKNOWN
+    if "not available" in str(error):  # a codec that this Pillow was built without
+        return reason_of(error)
+    return "it is cut short" if "truncated" in str(error).lower() else "it is damaged"
 
 
 def _as_rgb(image: "Image.Image") -> "Image.Image":
@@ -119,11 +138,13 @@ def _cut(frames: Pixels, spec: SampleSpec) -> Pixels:
 def open_video(content: memoryview | bytes) -> "Iterator[tuple[InputContainer, VideoStream]]":
     """Open the bytes of a video and the stream to decode; nothing that they name is ever opened. Raise Undecodable."""
     av = need("av")
+    if not len(content):
+        raise Undecodable(EMPTY)
     options = {"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"}
     try:
         container: InputContainer = av.open(io.BytesIO(content), options=options, metadata_errors="replace")
     except av.error.InvalidDataError:
-        raise Undecodable("it is damaged, or of an unknown format") from None
+        raise Undecodable(UNKNOWN) from None
     except (av.FFmpegError, ValueError, OSError) as error:
         raise Undecodable(reason_of(error)) from None
     with container:
@@ -253,6 +274,4 @@ def reason_of(error: BaseException) -> str:
     """Return what a decoder says, in lower case and without what it says of the file's name."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     text = text.splitlines()[0].split(": <none>")[0]
-    if "<_io." in text:  # Pillow's, of a file in memory
-        return "it is damaged, or of an unknown format"
     return text[:1].lower() + text[1:]

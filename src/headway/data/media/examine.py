@@ -20,8 +20,6 @@ def examine(kind: Kind, content: bytes | memoryview, visit: Callable[[int, Any],
 
     `visit` gets the number of each frame and the frame: of an image PIL's, of a video PyAV's.
     """
-    if not len(content):
-        raise Undecodable("it is empty")
     return _examine_image(content, visit) if kind == "image" else _examine_video(content, visit)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -96,6 +97,8 @@ class DecoderProcesses:
 
     def _serve(self, index: int) -> None:
         """Answer requests with process `index`; runs in a thread."""
+        # Processes inherit the mask: Ctrl-C goes to all processes of a terminal, and the parent ends these.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while (item := self._requests.get()) is not None:
             request, result = item
             if result.cancelled() or self._closed:

@@ -25,7 +25,14 @@ SUFFIXES: dict[Kind, tuple[str, ...]] = {
 """What is taken from a folder."""
 LISTS = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """Manifests: a row per file."""
+EXAMPLE = 'a row is {"file": "a.mp4", "caption": "a red kite"}'
+MOST_LABEL = (1 << 62) - 1
 _KEYS = ("file", "caption", "captions", "label", "source")
+
+
+def other_kind(kind: Kind) -> Kind:
+    """Return the kind that it is not."""
+    return "video" if kind == "image" else "image"
 
 
 class ClipLabels(NamedTuple):
@@ -86,9 +93,14 @@ def _expand(pattern: str, kind: Kind, on_skip: Callable[[str], None]) -> Iterato
             yield from _below(path.parent, [path.name], on_skip)
         return
     if path.is_dir():
-        names = [str(file.relative_to(path)) for file in path.rglob("*") if file.suffix.lower() in SUFFIXES[kind]]
+        files = list(path.rglob("*"))
+        names = [str(file.relative_to(path)) for file in files if file.suffix.lower() in SUFFIXES[kind]]
         if not names:
             raise DataError(f"folder {pattern} holds no {kind} file", hint=f"known: {', '.join(SUFFIXES[kind])}")
+        other = other_kind(kind)
+        others = sum(file.suffix.lower() in set(SUFFIXES[other]) - set(SUFFIXES[kind]) for file in files)
+        if others:
+            on_skip(f"{plural(others, f'{other} file')} of {pattern}: not of kind {kind}")
         yield from _below(path, names, on_skip)
         return
     if not glob.has_magic(pattern):
@@ -96,10 +108,10 @@ def _expand(pattern: str, kind: Kind, on_skip: Callable[[str], None]) -> Iterato
     fixed = next(folder for folder in path.parents if not glob.has_magic(str(folder)))
     # Not Path.glob: it finds hidden files too, and does not follow links to folders.
     below = glob.glob(str(path.relative_to(fixed)), root_dir=fixed, recursive=True)  # noqa: PTH207
-    files = [name for name in below if (fixed / name).is_file()]
-    if not files:
+    matching = [name for name in below if (fixed / name).is_file()]
+    if not matching:
         raise DataError(f"no file matches {pattern}", hint="check the path, and use ** to search sub-folders")
-    yield from _below(fixed, files, on_skip)
+    yield from _below(fixed, matching, on_skip)
 
 
 def _below(root: Path, names: Iterable[str], on_skip: Callable[[str], None]) -> Iterator[MediaSource]:
@@ -143,18 +155,24 @@ def read_labels(paths: Iterable[Path]) -> dict[str, ClipLabels]:
     for path in paths:
         if not path.is_file():
             raise DataError(f"there is no file {path} of captions", hint="name a JSONL or Parquet file", usage=True)
+        where = ""
         for where, row in _rows(path):
             name, new = _checked(where, row)
             old = rows.get(name, new._replace(captions=()))
             for key in ("label", "source"):
                 if getattr(new, key) not in (None, getattr(old, key)) and getattr(old, key) is not None:
-                    raise DataError(f"{where}: {name} has another {key} than in {old.row}")
+                    raise DataError(
+                        f"{where}: {name} has {key} {getattr(new, key)!r}, not {getattr(old, key)!r} as in {old.row}",
+                        hint=f"a file has one {key}: correct one of the rows",
+                    )
             rows[name] = ClipLabels(
                 captions=tuple(dict.fromkeys((*old.captions, *new.captions))),
                 label=new.label if old.label is None else old.label,
                 source=new.source if old.source is None else old.source,
                 row=old.row,
             )
+        if not where:
+            raise DataError(f"{path} has no rows", hint=EXAMPLE)
     return rows
 
 
@@ -162,25 +180,26 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a JSONL or Parquet file, and where each is."""
     if path.name.endswith(".parquet"):
         for number, row, _ in read_dicts(path, _KEYS, path.stat().st_size, lambda _: True):
-            yield f"{path.name}:{number}", row
+            yield f"{path}:{number}", row
         return
     try:
         with open_plain(path) as (plain, _):
             for number, line in enumerate(plain, start=1):
                 if line.strip():
                     try:
-                        yield f"{path.name}:{number}", json.loads(line)
+                        yield f"{path}:{number}", json.loads(line)
                     except ValueError:
-                        raise DataError(f"{path.name}:{number} is not JSON") from None
+                        raise DataError(
+                            f"{path}:{number} is not JSON", hint=f"captions are JSONL or Parquet; {EXAMPLE}"
+                        ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _checked(where: str, row: Any) -> tuple[str, ClipLabels]:
     """Return the file name of a row, and what it says."""
-    example = 'a row is {"file": "a.mp4", "caption": "a red kite"}'
     if not isinstance(row, Mapping) or not isinstance(row.get("file"), str) or not row["file"]:
-        raise DataError(f"{where} names no file", hint=example)
+        raise DataError(f"{where} names no file", hint=EXAMPLE)
     unknown = [key for key in row if key not in _KEYS]
     if unknown:
         raise DataError(f"{where} has an unknown key {unknown[0]!r}", hint=f"known: {', '.join(_KEYS)}")
@@ -188,10 +207,10 @@ def _checked(where: str, row: Any) -> tuple[str, ClipLabels]:
     listed = row.get("captions")
     captions += listed if isinstance(listed, list) else [] if listed is None else [listed]
     if not all(isinstance(caption, str) and caption.strip() for caption in captions):
-        raise DataError(f"{where} has a caption that is empty or no text", hint=example)
+        raise DataError(f"{where} has a caption that is empty or no text", hint=EXAMPLE)
     label, source = row.get("label"), row.get("source")
-    if label is not None and (not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < 1 << 62):
-        raise DataError(f"{where} has the label {label!r}", hint="a label is a whole number from 0")
+    if label is not None and (not isinstance(label, int) or isinstance(label, bool) or not 0 <= label <= MOST_LABEL):
+        raise DataError(f"{where} has the label {label!r}", hint=f"a label is a whole number from 0 to {MOST_LABEL:,}")
     if source is not None and (not isinstance(source, str) or not source):
         raise DataError(f"{where} has the source {source!r}", hint="a source is a text")
     return str(PurePosixPath(row["file"])), ClipLabels(tuple(captions), label, source, where)
