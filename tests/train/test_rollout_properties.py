@@ -226,7 +226,7 @@ def killable_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PartWriter, "_append", torn)
     monkeypatch.setattr(PartWriter, "machine", None, raising=False)
     monkeypatch.setattr(RolloutFiles, "finish", killable)
-    monkeypatch.setattr(scored_answers, "POLL_S", 0.0)
+    monkeypatch.setattr(scored_answers, "ROUND_S", 0.0)
 
 
 def make_recipe(draw: dict[str, Any]) -> Recipe:
