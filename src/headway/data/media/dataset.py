@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,17 @@ class MediaDataset:
             offsets=places[keyframes_end:offsets_end],
             times=listed if not step else int(record["first_time"]) + step * np.arange(frames, dtype=np.int64),
         )
+
+    def captions_of(self, clips: Ints) -> Iterator[tuple[str, list[str]]]:
+        """Yield the name and the captions of clips, which ascend: faster than `clip` of each."""
+        wanted, first = np.asarray(clips), 0
+        for texts, records in zip(self.texts, self.records, strict=True):
+            lines = texts.tobytes().splitlines()
+            low, high = np.searchsorted(wanted, [first, first + len(records)]).tolist()
+            for place in wanted[low:high].tolist():
+                text = json.loads(lines[place - first])
+                yield text["name"], text["captions"]
+            first += len(records)
 
     def content(self, clip: Clip) -> memoryview:
         """Return the original bytes of a clip."""
