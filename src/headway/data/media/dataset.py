@@ -216,10 +216,13 @@ def source_key(source: str) -> int:
     return int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "little")
 
 
-def open_media(path: str | Path, verify: Verify = "changed") -> MediaDataset:
-    """Open a dataset; hash the files that changed, all of them (`full`) or none (`sizes`)."""
+def open_media(path: str | Path, verify: Verify = "changed", kind: Kind = "video") -> MediaDataset:
+    """Open a dataset; hash the files that changed, all of them (`full`) or none (`sizes`).
+
+    The hint of an error names the `kind`.
+    """
     folder = Path(path)
-    manifest = read_media_manifest(folder)
+    manifest = read_media_manifest(folder, kind)
     check_content(folder, manifest.files, manifest.version, verify)
     records = []
     for shard, count in enumerate(manifest.clips_per_shard):
