@@ -99,6 +99,35 @@ def test_the_panel_fits_the_terminal(width: int) -> None:
     assert row.startswith("step 50/100")
 
 
+def evaluation(step: int, loss: float | None) -> dict:
+    return {"kind": "eval", "step": step, "loss": loss, "t": 0}
+
+
+def test_evaluations_of_steps_that_were_rolled_back_are_not_shown() -> None:
+    standing = standing_after([FACTS, *steps(1, 15), evaluation(15, 2.0), *steps(16, 30), evaluation(30, 1.0)])
+    assert "eval 1.0000  " in standing.numbers()
+    for event in ({"kind": "attempt", "t": 0, "from_step": 20}, *steps(21, 23)):
+        standing.take(event)
+        assert "eval 2.0000 (step 15)" in standing.numbers()
+    for event in (*steps(24, 30), evaluation(30, 0.5)):
+        standing.take(event)
+    assert "eval 0.5000  " in standing.numbers()
+    standing.take(evaluation(30, None))
+    assert "eval not finite" in standing.numbers()
+
+
+def test_evaluation_of_the_last_step_is_in_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    source = Source()
+    lines = PlainLines(LiveStatus(), source, "title")
+    source.events = [FACTS, *steps(1, 30), evaluation(30, 1.3278), *steps(31, 100)]
+    lines.tick(0)
+    lines.line()  # while the last step is evaluated
+    source.events = [evaluation(100, 0.8355)]
+    lines.finish()
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step 100/100")]
+    assert ["eval 0.8355  " in line for line in shown] == [False, True]
+
+
 def test_diverging_loss_is_noticed_once(capsys: pytest.CaptureFixture[str]) -> None:
     source = Source()
     lines = PlainLines(LiveStatus(), source, "title")

@@ -328,3 +328,41 @@ def test_unknown_kind_of_objective_is_reported_before_its_keys(tmp_path: Path) -
     assert caught.value.message == "--set objective.kind=flaw: unknown objective.kind 'flaw'"
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("did you mean flow")
+
+
+VIDEO = """
+[model]
+family = "wan"
+[objective]
+kind = "flow"
+[data]
+kind = "video"
+path = "d"
+"""
+
+
+@pytest.mark.parametrize("value", ["[4,4]", "[4,4,4,4]", "4"])
+def test_list_of_a_fixed_length_says_how_many_it_takes(tmp_path: Path, value: str) -> None:
+    file = write(tmp_path, VIDEO)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file, [f"model.patch={value}"])
+    shown = value.replace(",", ", ")
+    assert caught.value.message == f"--set model.patch = {shown}: this is no list of 3 numbers"
+    assert caught.value.hint == "model.patch takes a list of 3 numbers, for example model.patch=[1,2,2]"
+    file.write_text(VIDEO.replace('"wan"', f'"wan"\npatch = {value}'))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file)
+    assert caught.value.message == f"{file}: model.patch = {shown}: this is no list of 3 numbers"
+
+
+def test_pair_inside_a_list_says_that_it_takes_two(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(tmp_path, MINIMAL), ["data.skip=[[1,2],[3]]"])
+    assert caught.value.message.endswith("data.skip.1 = [3]: this is no list of 2 numbers")
+    assert caught.value.hint == "data.skip.1 takes a list of 2 numbers"
+
+
+@pytest.mark.parametrize("value", ["16", "[16]", "8by8"])
+def test_size_that_is_no_width_and_height_says_what_it_takes(tmp_path: Path, value: str) -> None:
+    with pytest.raises(RecipeError, match=r"data.media.sizes: '\w+' is not WIDTHxHEIGHT, for example 832x480"):
+        load_recipe(write(tmp_path, VIDEO), [f"data.media.sizes={value}"])

@@ -127,7 +127,7 @@ class FakeScorer:
         self._submitted += 1
         return self._submitted - 1
 
-    def poll(self) -> dict[int, AnswerScore]:
+    def poll(self, timeout_s: float = 0.0) -> dict[int, AnswerScore]:
         ready = {number: text for number, text in self._waiting.items() if self._rng.random() < 0.5}
         for number, text in ready.items():
             del self._waiting[number]

@@ -36,7 +36,7 @@ VERBS: dict[str, dict[str, str]] = {
         "train": "Train a recipe on this machine",
         "resume": "Resume a stopped, killed or failed run",
         "stop": "Save a running run and stop it",
-        "sample": "Generate text with a model",
+        "sample": "Generate text, images or video with a model",
         "generate": "Run a file of prompts through a model",
         "eval": "Evaluate a model on tasks from local files",
         "serve": "Serve a model by the OpenAI API",

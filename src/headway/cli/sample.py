@@ -19,7 +19,11 @@ from headway.track import runs_root, split_ref
 
 Prompt = Annotated[
     list[str] | None,
-    typer.Option("--prompt", metavar="TEXT", help="Text to continue; repeatable (default: start a new document)."),
+    typer.Option(
+        "--prompt",
+        metavar="TEXT",
+        help="Text to continue, or caption of an image or video; repeatable (default: a new document, or no caption).",
+    ),
 ]
 
 
@@ -32,10 +36,10 @@ def sample(
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature (0 = greedy).")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the top K tokens (0 = off).")] = 50,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same text or samples.")] = 0,
     label: Annotated[
         list[int] | None,
-        typer.Option("--label", metavar="N", min=0, help="Class to generate; repeatable (default: each class once)."),
+        typer.Option("--label", metavar="N", help="Class to generate; repeatable (default: each class once)."),
     ] = None,
     count: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Number of images or videos (default: one per prompt or label).")

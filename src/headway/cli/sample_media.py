@@ -75,7 +75,7 @@ def _conditions(
             raise UsageError("the model is conditioned on classes, not on texts", hint="use --label N")
         assert model.num_classes is not None
         for label in labels:
-            if label >= model.num_classes:
+            if not 0 <= label < model.num_classes:
                 raise UsageError(f"there is no class {label}", hint=f"--label takes 0 to {model.num_classes - 1}")
         chosen = list(labels) or list(range(model.num_classes))
         return [chosen[number % len(chosen)] for number in range(count or len(chosen))]

@@ -61,8 +61,8 @@ class LiveStatus:
     workers: int = 1
     facts: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
-    evaluated: float | None = None
-    eval_step: int = 0
+    evaluations: dict[int, float | None] = field(default_factory=dict)
+    """The loss or reward by step, without steps that were rolled back; None if not finite."""
     overhead_ns: dict[str, int] = field(default_factory=dict)
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SPEED_OVER_STEPS + 1))
     notices: list[str] = field(default_factory=list)
@@ -96,6 +96,7 @@ class LiveStatus:
                 self.facts = event
             case "step":
                 self.last = event
+                self._roll_back(event["step"] - 1)
                 self.recent.append((event["t"], event["tokens"]))
                 self._add_overhead("data stall", event["data"])
                 divergence = self._losses.add(event["step"], event.get("loss"))
@@ -106,8 +107,9 @@ class LiveStatus:
                 if event.get("of") == "teacher":
                     self.scored_what = "the teacher's likeliest tokens"
             case "eval":
-                self.evaluated, self.eval_step = event.get("reward", event.get("loss")), event["step"]
+                self.evaluations[event["step"]] = event.get("reward", event.get("loss"))
             case "attempt":
+                self._roll_back(event.get("from_step", self.step))
                 self._open.clear()  # spans of an attempt that was cut short never end
                 self.recent.clear()
             case "log" if event.get("notice"):
@@ -137,6 +139,10 @@ class LiveStatus:
                 if account:
                     self._add_overhead(account, event["t"] - self._open.pop(event["name"]))
 
+    def _roll_back(self, step: int) -> None:
+        """Forget evaluations of later steps, which are done again."""
+        self.evaluations = {at: value for at, value in self.evaluations.items() if at <= step}
+
     def _add_overhead(self, account: str, ns: int) -> None:
         self.overhead_ns[account] = self.overhead_ns.get(account, 0) + ns
 
@@ -144,6 +150,11 @@ class LiveStatus:
     def step(self) -> int:
         """Steps completed."""
         return max(int(self.last.get("step", 0)), self._step_in_trouble)
+
+    @property
+    def evaluated_step(self) -> int | None:
+        """Step of the newest evaluation at or before this one."""
+        return max((step for step in self.evaluations if step <= self.step), default=None)
 
     @property
     def total_steps(self) -> int:
@@ -193,9 +204,11 @@ class LiveStatus:
             if key in self.last:
                 value = self.last[key]
                 parts.append(f"{key} not finite" if value is None else form.format(value, key=key))
-        if self.evaluated is not None:
-            behind = "" if self.eval_step == self.step else f" (step {self.eval_step})"
-            parts.append(f"eval {self.evaluated:.4f}{behind}")
+        evaluated = self.evaluated_step
+        if evaluated is not None:
+            behind = "" if evaluated == self.step else f" (step {evaluated})"
+            value = self.evaluations[evaluated]
+            parts.append(f"eval {'not finite' if value is None else f'{value:.4f}'}{behind}")
         if self.tokens_per_s is not None:
             parts.append(f"{count(self.tokens_per_s)} tokens/s")
         if self.mfu is not None:
@@ -240,7 +253,9 @@ class PlainLines:
 
     def __init__(self, status: LiveStatus, records: RecordTail, title: str) -> None:
         self._status, self._records = status, records
-        self._printed_step = self._noticed = 0
+        self._noticed = 0
+        self._printed: tuple[int, int | None] = (0, None)
+        """Step and the step of the evaluation in the last line."""
         self._printed_scored: tuple[int, int] | None = None
         self._last_print = time.monotonic()
         self._stops = 0
@@ -265,17 +280,22 @@ class PlainLines:
             self.line()
 
     def line(self) -> None:
-        """Print step and numbers if the step has changed."""
+        """Print step and numbers if the step, or its evaluation, is new."""
         status = self._status
-        if status.step == self._printed_step:
+        if (status.step, status.evaluated_step) == self._printed:
             if status.step == 0 and status.scored is not None and status.scored != self._printed_scored:
                 self._printed_scored = status.scored
                 tell(f"{status.scored_what}, computed once: {status.scored[0]} of {status.scored[1]} rows")
             return
-        self._printed_step = status.step
+        self._printed = status.step, status.evaluated_step
         left = status.seconds_left
         eta = f"  ETA {duration(left)}" if left and status.trouble is None else ""
         tell(f"step {status.step}/{status.total_steps}  {status.numbers()}{eta}")
+
+    def finish(self) -> None:
+        """Print what came after the last tick."""
+        self._status.follow(self._records)
+        self.line()
 
 
 class LivePanel:
@@ -382,4 +402,4 @@ def open_view(attempt: Attempt, quiet: bool) -> Iterator[LivePanel | PlainLines]
         return
     lines = PlainLines(status, records, title)
     yield lines
-    lines.line()
+    lines.finish()

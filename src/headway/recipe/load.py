@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from headway.errors import RecipeError, suggest, what_is_wrong
+from headway.errors import RecipeError, plural, suggest, what_is_wrong
 from headway.recipe.families import MODEL_TYPES, families_with, family_names
 from headway.recipe.objective import KINDS
 from headway.recipe.schema import Recipe
@@ -294,6 +294,10 @@ def _explain(
         if kinds:
             hint = f"these objectives have it: {', '.join(kinds)} (objective.kind)"
         return RecipeError(f'{origin}: {section or "a recipe"} has no key "{name}"{elsewhere}', hint=hint)
+    lacks_value = first["type"] == "missing" and isinstance(first["loc"][-1], int)
+    values = _values_of_list(first["loc"]) if lacks_value or first["type"] in ("too_long", "tuple_type") else None
+    if values is not None:
+        return _wrong_length(key.rpartition(".")[0] if lacks_value else key, first["input"], values, origin)
     if first["type"] == "missing":
         key = {"data": "data.path"}.get(key, key)
         if origin.startswith(f"--set {key}="):
@@ -320,6 +324,36 @@ def _explain(
         hint = f"""quote it: --set '{key}="{origin.partition("=")[2]}"'"""
     what = f"{key} = {first['input']!r}: {what_is_wrong(first)}"
     return RecipeError(f"--set {what}" if itself else f"{origin}: {what}", hint=hint)
+
+
+def _wrong_length(key: str, value: Any, values: Mapping[str, Any], origin: str) -> RecipeError:
+    """Return the error of a list that takes a fixed number of values."""
+    count, default = values["minItems"], values.get("default", [])
+    example = f", for example {key}={str(default).replace(' ', '')}" if default else ""
+    where = "--set " if origin.startswith(f"--set {key}=") else f"{origin}: "
+    return RecipeError(
+        f"{where}{key} = {value!r}: this is no list of {plural(count, 'number')}",
+        hint=f"{key} takes a list of {plural(count, 'number')}{example}",
+    )
+
+
+def _values_of_list(loc: tuple[int | str, ...]) -> Mapping[str, Any] | None:
+    """Return the JSON Schema of the list of fixed length that is at a place, or has one of its values there."""
+    schema: Mapping[str, Any] = Recipe.model_json_schema()
+    nodes = [schema]
+    for part in loc[:-1] if isinstance(loc[-1], int) else loc:
+        options = [option for node in nodes for option in _alternatives(node, schema)]
+        tagged = [o for o in options if part in _tags(o)]  # the kind of a section that has several classes
+        inner = [o.get("items") if isinstance(part, int) else o.get("properties", {}).get(part) for o in options]
+        nodes = tagged or [node for node in inner if node is not None]
+    lists = [option for node in nodes for option in _alternatives(node, schema) if "prefixItems" in option]
+    return lists[0] if len(lists) == 1 else None
+
+
+def _tags(schema: Mapping[str, Any]) -> set[str]:
+    """Return the names by which a section's class is chosen."""
+    chosen = (schema.get("properties", {}).get(key, {}) for key in ("family", "kind"))
+    return {value for field in chosen for value in (field.get("const"), *field.get("enum", ())) if value}
 
 
 def _field_path(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:

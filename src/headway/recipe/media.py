@@ -15,6 +15,12 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str | int) else value
 
 
+def _listed_sizes(value: Any) -> Any:
+    """Accept a single size; numbers become text, of which `_check_sizes` says what it should be."""
+    listed = _listed(value)
+    return [str(size) if isinstance(size, int) else size for size in listed] if isinstance(listed, list) else listed
+
+
 def _check_sizes(sizes: tuple[str, ...]) -> tuple[str, ...]:
     for size in sizes:
         if _SIZE.fullmatch(size) is None:
@@ -33,7 +39,7 @@ def _check_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 class Media(Section):
     """How images or video become samples; for `data.kind` image or video."""
 
-    sizes: Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_check_sizes)] = ("64x64",)
+    sizes: Annotated[tuple[str, ...], BeforeValidator(_listed_sizes), AfterValidator(_check_sizes)] = ("64x64",)
     """Sizes of samples, WIDTHxHEIGHT; several are buckets, and each clip goes to the one of the nearest shape."""
     frames: Annotated[tuple[Positive, ...], BeforeValidator(_listed), AfterValidator(_check_distinct)] = (1,)
     """Frames per sample; several are buckets, and each clip goes to the longest that it has frames for."""

@@ -17,6 +17,7 @@ from headway.plan.settings import Mesh
 from headway.plan.task import RUNNABLE, SearchSpace
 from headway.plan.trainer import default_microbatch
 from headway.recipe import Model, ModelLayout, Parallel, Recipe, load_recipe, with_settings
+from headway.recipe.inference import Inference
 from headway.track import read_plan, read_recipe
 
 SLOW = pytest.mark.slow
@@ -486,6 +487,23 @@ def test_unsupported_axis_is_refused_by_name(recipe) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         check_axes(own)
     assert "shard, replicate, tensor and pipeline" in (caught.value.hint or "")
+
+
+def test_hint_of_an_unsupported_axis_names_only_axes_that_work(recipe) -> None:
+    values = {
+        "model": {"family": "dit", "layers": 1, "dim": 16, "heads": 2, "num_classes": 2},
+        "data": {"kind": "image", "path": "data"},
+        "objective": {"kind": "flow"},
+        "parallel": {"context": 2},
+    }
+    exact = recipe({"parallel.context": 2}).model_copy(update={"inference": Inference(exact=True)})
+    for refused, axes in (
+        (Recipe.model_validate(values), "shard, replicate and tensor"),
+        (exact, "shard and replicate"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            check_axes(refused)
+        assert caught.value.hint == f"its workers need whole sequences: use {axes} axes"
 
 
 def test_damaged_plan_is_ignored(lab, recipe) -> None:

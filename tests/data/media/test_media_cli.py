@@ -19,6 +19,7 @@ from headway.data.media.corpus import open_media_corpus
 from headway.data.media.decode import Undecodable, open_image
 from headway.data.media.probe import MediaFacts, histogram, media_figure
 from headway.errors import DataError, UsageError
+from headway.recipe import Recipe
 from headway.recipe.load import parse_recipe
 
 runner = CliRunner()
@@ -256,3 +257,31 @@ def test_conditions_that_images_lack_are_named_before_a_launch(
         return
     with pytest.raises(DataError, match=why):
         open_media_corpus(recipe)
+
+
+def media_recipe(path: Path, kind: str = "image", **media: Any) -> Recipe:
+    model = {"family": "dit", "in_channels": 3, "patch": 4, "layers": 1, "dim": 16, "heads": 2, "num_classes": 2}
+    data = {"kind": kind, "path": str(path), "holdout": 0.0, "media": {"sizes": "8x8", **media}}
+    return parse_recipe({"model": model, "data": data, "objective": {"kind": "flow"}}, {}, "test")
+
+
+@pytest.mark.parametrize("captions", [True, False])
+def test_only_conditions_that_the_data_has_are_suggested(labelled: Callable[..., Path], captions: bool) -> None:
+    with pytest.raises(DataError, match="2 images of 2 have no label") as caught:
+        open_media_corpus(media_recipe(labelled([None, None], captions)))
+    assert ("model.conditioning" in (caught.value.hint or "")) == captions
+
+
+@pytest.mark.parametrize(("kind", "files"), [("image", "'images/**/*.png'"), ("video", "'clips/**/*.mp4'")])
+def test_missing_dataset_is_to_be_built_of_the_kind_of_the_recipe(tmp_path: Path, kind: str, files: str) -> None:
+    with pytest.raises(DataError, match="holds no dataset") as caught:
+        open_media_corpus(media_recipe(tmp_path / "nope", kind))
+    assert caught.value.hint == f"build one: headway data build {tmp_path / 'nope'} {files} --kind {kind}"
+
+
+@pytest.mark.parametrize("frames", [1, 4])
+def test_data_of_another_kind_has_a_hint_that_works(labelled: Callable[..., Path], frames: int) -> None:
+    with pytest.raises(DataError, match=r"data.kind is video, but the dataset holds data of kind image") as caught:
+        open_media_corpus(media_recipe(labelled([0, 1]), "video", frames=frames))
+    kind = "--set data.kind=image, or " * (frames == 1)
+    assert caught.value.hint == f"{kind}--set data.path=FOLDER of a dataset of kind video"

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from headway.agent.launch.auto_plan import settings_as_written
-from headway.agent.launch.trainer_support import outdated_torch, whole_sequences
+from headway.agent.launch.trainer_support import outdated_torch, whole_sequences, working_axes
 from headway.errors import HeadwayError, RecipeError, RunError, UsageError, plural
 from headway.hardware import Devices, default_cluster, known_chip
 from headway.plan.checks import check, divisors
@@ -30,13 +30,13 @@ def check_axes(recipe: Recipe) -> None:
         if axis == "tensor" and recipe.model.UNCUT:
             raise RecipeError(
                 f"parallel.tensor is {size}, but {recipe.model.family} has no tensor axis: {recipe.model.UNCUT}",
-                hint="use shard, replicate and pipeline axes",
+                hint=f"use {working_axes(recipe)} axes",
             )
         whole = whole_sequences(recipe) if axis == "context" else None
         if whole is not None:
             raise RecipeError(
                 f"parallel.context is {size}, but it does not support {whole}",
-                hint="its workers need whole sequences: use shard, replicate, tensor and pipeline axes",
+                hint=f"its workers need whole sequences: use {working_axes(recipe)} axes",
             )
 
 

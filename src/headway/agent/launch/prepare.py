@@ -19,6 +19,7 @@ from headway.agent.launch.mesh_checks import check_axes, check_mesh, check_worke
 from headway.agent.launch.resolve import open_data, pin_data, resolve_recipe, resolve_tasks
 from headway.agent.launch.teacher import check_teacher
 from headway.agent.saving.restore_points import is_taken
+from headway.data.media.prompt_lengths import check_sample_prompts
 from headway.errors import (
     RunError,
     StateError,
@@ -224,6 +225,7 @@ def _changed_recipe(run: RunFolder, old: Recipe, settings: list[str], mesh: Para
     new = _same_data(new, run)
     if new.eval != old.eval:
         new = new.model_copy(update={"eval": resolve_tasks(new.eval)})
+        check_sample_prompts(new, resumed=True)
     if new.lora is not None:
         check_base(new.lora, new.model)
     check_teacher(new)

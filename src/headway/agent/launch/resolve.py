@@ -6,6 +6,7 @@ from headway.agent.launch.branch import MANIFEST, NOT_SHAPE, checkpoint_of, reci
 from headway.agent.launch.teacher import check_vocabulary, resolve_teacher
 from headway.data.corpus import Corpus, open_corpus
 from headway.data.media.corpus import MediaCorpus, open_media_corpus
+from headway.data.media.prompt_lengths import check_captions, check_sample_prompts
 from headway.errors import HeadwayError, ModelError, RecipeError, RunError
 from headway.evals.session import EvalOptions, open_tasks
 from headway.evals.task import shipped_tasks
@@ -40,7 +41,7 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
             hint="--set objective.kind=reward continues it; any other objective needs the model that it began with",
         )
     if isinstance(model, DiffusionModel):
-        return check_fp8(with_sample_tokens(recipe.model_copy(update={"model": model})))
+        return check_fp8(with_sample_tokens(check_texts(recipe.model_copy(update={"model": model}))))
     if model.class_ is not None:
         return recipe.model_copy(update={"model": model})  # the process that initializes it checks it on the data
     if model.vocab_size is None:
@@ -56,6 +57,15 @@ def resolve_recipe(recipe: Recipe, root: Path) -> Recipe:
     recipe = recipe.model_copy(update={"model": model})
     check_vocabulary(recipe)
     return resolve_lora(check_fp8(recipe))
+
+
+def check_texts(recipe: Recipe) -> Recipe:
+    """Return the recipe of a diffusion model; raise an error for captions and prompts that are too long for it."""
+    assert isinstance(recipe.model, DiffusionModel)
+    check_sample_prompts(recipe)
+    if recipe.data.media is not None:
+        check_captions(open_media_corpus(recipe), recipe.model)
+    return recipe
 
 
 def check_fp8(recipe: Recipe) -> Recipe:

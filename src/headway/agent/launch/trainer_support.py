@@ -34,6 +34,14 @@ def supported_limits(recipe: Recipe) -> TrainerLimits:
     return replace(limits, axes=tuple(axis for axis in limits.axes if axis not in missing))
 
 
+def working_axes(recipe: Recipe) -> str:
+    """Return, in words, the axes that a recipe which needs whole sequences or an uncut model may split over."""
+    model, axes = recipe.model, ["shard", "replicate"]
+    if not recipe.inference.exact:
+        axes += ["tensor"] * (not model.UNCUT) + ["pipeline"] * (not isinstance(model, DiffusionModel))
+    return f"{', '.join(axes[:-1])} and {axes[-1]}"
+
+
 def whole_sequences(recipe: Recipe) -> str | None:
     """Return what of a recipe needs whole sequences on each worker; None if the context axis can split them."""
     if recipe.model.class_ is not None:

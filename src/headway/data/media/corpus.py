@@ -124,7 +124,8 @@ def _check_conditions(dataset: MediaDataset, recipe: Recipe) -> None:
         raise DataError(
             f"{plural(len(without), what)} of {len(labels):,} have no label, the first is {first}, and the model is "
             "conditioned on classes",
-            hint='give every file a label with --captions, or set model.conditioning = "text"',
+            hint="give every file a label with --captions"
+            + (', or set model.conditioning = "text" and no model.num_classes' if dataset.index.captions.all() else ""),
         )
     assert model.num_classes is not None
     if labels.max() >= model.num_classes:

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,17 @@ class MediaDataset:
             times=listed if not step else int(record["first_time"]) + step * np.arange(frames, dtype=np.int64),
         )
 
+    def captions_of(self, clips: Ints) -> Iterator[tuple[str, list[str]]]:
+        """Yield the name and the captions of clips, which ascend: faster than `clip` of each."""
+        wanted, first = np.asarray(clips), 0
+        for texts, records in zip(self.texts, self.records, strict=True):
+            lines = texts.tobytes().splitlines()
+            low, high = np.searchsorted(wanted, [first, first + len(records)]).tolist()
+            for place in wanted[low:high].tolist():
+                text = json.loads(lines[place - first])
+                yield text["name"], text["captions"]
+            first += len(records)
+
     def content(self, clip: Clip) -> memoryview:
         """Return the original bytes of a clip."""
         return self.contents[clip.shard][clip.offset : clip.offset + clip.bytes].data
@@ -204,10 +216,13 @@ def source_key(source: str) -> int:
     return int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "little")
 
 
-def open_media(path: str | Path, verify: Verify = "changed") -> MediaDataset:
-    """Open a dataset; hash the files that changed, all of them (`full`) or none (`sizes`)."""
+def open_media(path: str | Path, verify: Verify = "changed", kind: Kind = "video") -> MediaDataset:
+    """Open a dataset; hash the files that changed, all of them (`full`) or none (`sizes`).
+
+    The hint of an error names the `kind`.
+    """
     folder = Path(path)
-    manifest = read_media_manifest(folder)
+    manifest = read_media_manifest(folder, kind)
     check_content(folder, manifest.files, manifest.version, verify)
     records = []
     for shard, count in enumerate(manifest.clips_per_shard):

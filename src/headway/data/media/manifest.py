@@ -18,6 +18,7 @@ from headway.errors import DamagedData, DataError
 
 Kind = Literal["image", "video"]
 ShardPart = Literal["clips", "index", "places", "texts"]
+EXAMPLES: dict[Kind, str] = {"image": "'images/**/*.png'", "video": "'clips/**/*.mp4'"}
 PARTS: tuple[ShardPart, ...] = ("clips", "index", "places", "texts")
 
 RECORD = [
@@ -94,14 +95,14 @@ def is_media(folder: Path) -> bool:
     return isinstance(content, dict) and content.get("format") == MEDIA_FORMAT
 
 
-def read_media_manifest(folder: Path) -> MediaManifest:
-    """Read and check a folder's manifest.json."""
+def read_media_manifest(folder: Path, kind: Kind = "video") -> MediaManifest:
+    """Read and check a folder's manifest.json; where there is none, a hint says how to build one of the kind."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         near = nearby_datasets(folder)
-        build = f"build one: headway data build {folder} 'clips/**/*.mp4' --kind video"
+        build = f"build one: headway data build {folder} {EXAMPLES[kind]} --kind {kind}"
         hint = f"did you mean {' or '.join(near)}?" if near else build
         raise DataError(f"{folder} holds no dataset: {MANIFEST} is missing", hint=hint) from None
     except OSError as error:

@@ -203,7 +203,11 @@ def media_order(index: MediaIndex, data: Data, seed: int, batch: int) -> MediaOr
     media = data.media
     assert media is not None, "data of this kind has its section"
     if index.kind != data.kind:
-        raise DataError(f"data.kind is {data.kind}, but the dataset holds data of kind {index.kind}")
+        other = "" if index.kind == "image" and media.frames != (1,) else f"--set data.kind={index.kind}, or "
+        raise DataError(
+            f"data.kind is {data.kind}, but the dataset holds data of kind {index.kind}",
+            hint=f"{other}--set data.path=FOLDER of a dataset of kind {data.kind}",
+        )
     shapes = [BucketShape(*shape) for shape in media.shapes]
     which = assign_buckets(index, shapes, media.stride)
     too_short = int((which < 0).sum())

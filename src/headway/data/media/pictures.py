@@ -38,7 +38,7 @@ def grid_of(pixels_NTYXC: Pixels, columns: int | None = None) -> Pixels:
 def write_samples(path: Path, pixels_NTYXC: Pixels, *, columns: int | None = None, fps: int = 8) -> None:
     """Write samples as one grid: a PNG of images, or of the frames of videos side by side; or an MP4."""
     check_suffix(path, video=pixels_NTYXC.shape[1] > 1)
-    if path.suffix == VIDEO:
+    if path.suffix.lower() == VIDEO:
         write_mp4(path, grid_of(pixels_NTYXC, columns), fps)
         return
     if pixels_NTYXC.shape[1] > 1:  # one row per video
@@ -48,10 +48,11 @@ def write_samples(path: Path, pixels_NTYXC: Pixels, *, columns: int | None = Non
 
 
 def check_suffix(path: Path, *, video: bool) -> None:
-    """Raise UsageError for a name that says no format, or a format that does not fit."""
-    if path.suffix == PICTURE or (path.suffix == VIDEO and video):
+    """Raise UsageError for a name that says no format, or a format that does not fit; suffixes may be in any case."""
+    suffix = path.suffix.lower()
+    if suffix == PICTURE or (suffix == VIDEO and video):
         return
-    if path.suffix == VIDEO:
+    if suffix == VIDEO:
         raise UsageError(f"{path.name}: the model makes images, not video", hint=f"name a {PICTURE} file")
     raise UsageError(f"{path.name} is neither a {PICTURE} nor a {VIDEO} file", hint=f"for example {path.stem}{PICTURE}")
 

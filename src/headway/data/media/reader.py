@@ -81,6 +81,6 @@ def _caption(clip: Clip, spec: SampleSpec) -> str:
 def open_reader(data: Data, seed: int, batch: int) -> MediaReader:
     """Open the data of a recipe for a run with so many rows per step; raise DataError naming what is wrong."""
     assert data.path is not None, "data of images or video is one folder"
-    dataset = open_media(data.path)
+    dataset = open_media(data.path, kind="image" if data.kind == "image" else "video")
     check_data_version(dataset.path, dataset.version, data.version)
     return MediaReader(dataset, media_order(dataset.index, data, seed, batch))

@@ -8,13 +8,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from headway.data.media.text_tokens import CLIP_TYPES, folder_tokenizer, positions_of
 from headway.errors import ModelError
 from headway.models.diffusion import clip, t5
 from headway.models.diffusion.clip import ClipTextEncoder
@@ -81,7 +81,7 @@ class FolderTextEncoder(TextEncoder):
                 f"model.text_tokens is {tokens}, but {folder} has positions for {longest}",
                 hint=f"--set model.text_tokens={longest}",
             )
-        self._tokenizer = _tokenizer_of(folder)
+        self._tokenizer = folder_tokenizer(folder)
         self._padding = read_config(folder).get("pad_token_id") or 0
 
     @torch.no_grad()
@@ -104,14 +104,14 @@ def padded(ids: Sequence[Sequence[int]], tokens: int, padding: int, device: torc
 def read_text_encoder(folder: Path) -> tuple[nn.Module, int, int | None]:
     """Return a folder's text encoder, the width of its states, and the most tokens it has positions for."""
     config = read_config(folder)
-    kind = config.get("model_type")
+    kind, longest = config.get("model_type"), positions_of(config)
     if kind in ("t5", "umt5"):
         build, stored = T5Encoder, t5.stored_name
-        width, longest = config.get("d_model", 0), None
-    elif kind in ("clip_text_model", "clip"):
+        width = config.get("d_model", 0)
+    elif kind in CLIP_TYPES:
         config = config.get("text_config") or config
         build, stored = ClipTextEncoder, clip.stored_name
-        width, longest = config.get("hidden_size", 0), config.get("max_position_embeddings", 77)
+        width = config.get("hidden_size", 0)
     else:
         raise ModelError(
             f"{folder} is a {kind}, which is no text encoder that Headway has", hint="t5, umt5 or clip_text_model"
@@ -142,22 +142,6 @@ def _weights(folder: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {file}: {error}") from None
     return weights
-
-
-def _tokenizer_of(folder: Path) -> Any:
-    """Return the tokenizer of a text encoder's folder, or of the folder `tokenizer` beside it, as in pipelines."""
-    from tokenizers import Tokenizer
-
-    for file in (folder / "tokenizer.json", folder.parent / "tokenizer" / "tokenizer.json"):
-        if file.is_file():
-            tokenizer = Tokenizer.from_file(str(file))
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
-            return tokenizer
-    raise ModelError(
-        f"{folder} has no tokenizer.json, nor has {folder.parent / 'tokenizer'}",
-        hint="transformers writes one: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)",
-    )
 
 
 class ByteTextEncoder(TextEncoder):
