@@ -118,6 +118,10 @@ class CallPool:
             self._read(worker)
         self._send()
 
+    def wait_for_a_result(self, timeout_s: float) -> None:
+        """Advance; wait, until a process sends something, only if no result is there and one is to come."""
+        self.advance(timeout_s if self.pending and not self._done else 0.0)
+
     def busy(self) -> list[int]:
         """Return the processes that run a call, by pid."""
         return [worker.pipe.pid for worker in self.workers if worker.ready and worker.calls]

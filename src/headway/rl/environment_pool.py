@@ -44,8 +44,7 @@ class EnvironmentPool:
 
     def poll(self, timeout_s: float = 0.0) -> dict[int, TurnResult]:
         """Return what has come back, by the turn's number; wait for something at most so long."""
-        if self._pool.pending:
-            self._pool.advance(timeout_s)
+        self._pool.wait_for_a_result(timeout_s)
         results = {number: calls[ENVIRONMENT] for number, calls in self._pool.take().items()}
         return {
             number: TurnResult(Reply(**result.value)) if result.error is None else TurnResult(None, result.error)

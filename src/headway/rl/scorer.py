@@ -39,9 +39,9 @@ class Scorer:
         })  # fmt: skip
 
     def poll(self, timeout_s: float = 0.0) -> dict[int, AnswerScore]:
-        """Return the scores that are complete since the last call, by number in rising order; wait for so long at most
-        until a process sends something."""
-        self._pool.advance(timeout_s)
+        """Return the scores that are complete since the last call, by number in rising order; if there are none, wait
+        for so long at most until a process sends something."""
+        self._pool.wait_for_a_result(timeout_s)
         return self._taken()
 
     def wait(self) -> dict[int, AnswerScore]:
