@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headway.kernels import dispatch, exact_products
 
@@ -128,8 +129,10 @@ def wide_tiles_agree(outputs: int, inputs: int, device: str = "cpu") -> bool:
     would change most of them."""
     if device == "meta":
         return False
-    x_TD, weight_OD = _noise(2 * WIDE, inputs, device), _noise(outputs, inputs, device)
-    return torch.equal(_in_tiles(x_TD, weight_OD, WIDE), _in_tiles(x_TD, weight_OD, ROWS))
+    # Recomputation stores the products of a pass by their order, and these are made in the first pass only.
+    with _disable_current_modes():
+        x_TD, weight_OD = _noise(2 * WIDE, inputs, device), _noise(outputs, inputs, device)
+        return torch.equal(_in_tiles(x_TD, weight_OD, WIDE), _in_tiles(x_TD, weight_OD, ROWS))
 
 
 def _noise(rows: int, width: int, device: str) -> Tensor:

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headway.kernels import sequential_linear
 from headway.kernels.sequential_linear import DEPTHS, MOST_ROWS, LinearTiling
@@ -88,7 +89,8 @@ def library_agrees(x_TD: Tensor, weight_OD: Tensor, biased: bool, dtype: torch.d
 
 def _compared(key: tuple[int, int, int, bool, torch.dtype, torch.dtype], device: torch.device) -> bool:
     rows, outputs, inputs, biased, taken, dtype = key
-    with torch.random.fork_rng(devices=[device]), torch.no_grad():
+    # Recomputation stores the products of a pass by their order, and this one is made in the first pass only.
+    with _disable_current_modes(), torch.random.fork_rng(devices=[device]), torch.no_grad():
         torch.manual_seed(0)
         x_TD, weight_OD = (torch.randn(n, inputs, dtype=taken, device=device) for n in (rows, outputs))
         weight_OD *= inputs**-0.5
