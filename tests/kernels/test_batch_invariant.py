@@ -1,11 +1,14 @@
 """Rows have the same bits in any batch; values and gradients are those of the plain operations."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from headway.kernels import batch_invariant
 from headway.kernels import batch_invariant_attention as tiled
@@ -195,3 +198,19 @@ def test_scores_far_below_the_best_weigh_next_to_nothing():
     q, k, v, documents = packed([100], (2, 1))
     q = q * 100  # differences of scores beyond what an exponential of float32 can be
     torch.testing.assert_close(exact(q, k, v, documents, None), plain(q, k, v, documents, None), rtol=1e-4, atol=1e-4)
+
+
+def test_self_tests_of_the_first_pass_are_no_products_that_recomputation_keeps() -> None:
+    """It finds stored products by their order, and self-tests are not repeated."""
+    weights = [noise(48, 40, seed=1).requires_grad_(), noise(40, 48, seed=2).requires_grad_()]
+    x = noise(300, 40)
+
+    def block(x: Tensor) -> Tensor:
+        return batch_invariant.linear(torch.relu(batch_invariant.linear(x, weights[0])), weights[1])
+
+    wanted = torch.autograd.grad(block(x).square().sum(), weights)
+    batch_invariant.wide_tiles_agree.cache_clear()
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.bmm.default, torch.ops.aten.mm.default])
+    y = checkpoint(block, x, use_reentrant=False, context_fn=kept)
+    for got, want in zip(torch.autograd.grad(y.square().sum(), weights), wanted, strict=True):
+        assert torch.equal(got, want)

@@ -1,8 +1,8 @@
 """Operations that a compiler sees as one, called without its bookkeeping where nothing compiles.
 
 A registered operation with gradients costs the host three times as much per call as an autograd function around the
-same launches (60 and 67 us for both passes beside 14 and 26, on a core of an x86 server). Models that are not compiled,
-in exact mode for example, wait for the host then: their kernels are shorter than that.
+same launches (60 and 67 us for both passes beside 14 and 26, on a busy core of an x86 server). Models that are not
+compiled, in exact mode for example, wait for the host then: their kernels are shorter than that.
 """
 
 from collections.abc import Callable
