@@ -22,7 +22,7 @@ from headway.inference import (
     text_engine,
 )
 from headway.inference.kv_cache import bytes_per_token
-from headway.kernels import even_attention, exact_products, paged_batch, paged_triton, sequential_linear
+from headway.kernels import even_attention, exact_products, online_softmax, paged_batch, sequential_linear
 from headway.models import Decoder, empty_decoder, init_weights
 from headway.plan import serving, serving_latency
 from headway.plan.architecture import Architecture, cache_widths
@@ -235,7 +235,7 @@ def test_a_plan_makes_the_cache_as_large_as_the_engine(monkeypatch: pytest.Monke
     assert serving_latency.MOST_STEPS == decode_graphs.MOST_STEPS
     assert serving_latency.FUSED_ROWS == sequential_linear.MOST_ROWS
     assert serving_latency.EVEN_SEQUENCES == even_attention.LEAST_SEQUENCES
-    assert serving_latency.SPAN_KEYS == paged_triton.EXACT_SPAN
+    assert serving_latency.SPAN_KEYS == online_softmax.EXACT_SPAN
     assert serving_latency.FRESH_TOKENS == paged_batch.FRESH_TOKENS
     assert serving_latency.LIBRARY_ROWS == exact_products.WHOLE
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headway.errors import ModelError
 from headway.kernels import dispatch as table
-from headway.kernels import exact_attention, exact_products, paged_triton, sequential_linear
+from headway.kernels import exact_attention, exact_products, online_softmax, sequential_linear
 from headway.kernels.paged_triton import PagedTiling, causal_attention, exact_tiling, triton_attention
 from headway.kernels.rms_norm import rms_norm
 from headway.kernels.rotary_store import HeadShape, rotate_and_store
@@ -95,7 +95,7 @@ def test_spans_in_programs_of_their_own_have_the_bits_of_whole_documents(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decoded token's spans, joined by a second kernel or by one that has all of them; without spans bits differ."""
-    monkeypatch.setattr(paged_triton, "EXACT_SPAN", 64)
+    monkeypatch.setattr(online_softmax, "EXACT_SPAN", 64)
     lengths = [150, 1, 64, 65, 200]
     q, keys, values, batch, whole = draw_pages([(1, length) for length in lengths], (4, 2), 64, 16, torch.float16)
     plan, _ = exact_attention.plan_documents(documents(lengths), 1, sum(lengths), exact_tiling(2).queries, CPU)
@@ -108,7 +108,7 @@ def test_spans_in_programs_of_their_own_have_the_bits_of_whole_documents(
         tiling = PagedTiling(1, 16, 64, splits, 4)
         got = triton_attention(q, keys, values, batch, 0.125, window, tiling=tiling, exact=True)
         assert torch.equal(got, trained[last])
-    monkeypatch.setattr(paged_triton, "EXACT_SPAN", 512)
+    monkeypatch.setattr(online_softmax, "EXACT_SPAN", 512)
     others = triton_attention(q, keys, values, batch, 0.125, window, exact=True)
     assert torch.equal(others[1:3], trained[last][1:3])
     torch.testing.assert_close(others, trained[last], rtol=1e-2, atol=1e-2)

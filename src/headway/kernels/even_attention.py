@@ -2,11 +2,11 @@
 
 A program per sequence and head, as in `paged_triton.py`, leaves a multiprocessor idle while a program begins, and the
 device while the longest sequences end. Here the tiles of all sequences are one list (`share_out`, once per pass), of
-which every program has a run of the same length, for one key head. It goes from one sequence to the next without
-emptying its pipeline of loads. A sequence that ends in another program than it began in is joined by a second kernel.
+which every program has a run of about the same length, for one key head. It goes from one sequence to the next without
+emptying its pipeline of loads. Runs end where spans of exact mode end (`online_softmax.py`), so that the bits are those
+of exact mode. A sequence that ends in another program than it began in is joined by a second kernel.
 
-On an H200, beside one program per sequence and head: as fast for 190 sequences and more, 3 % faster for 64 to 128, 10
-to 14 % for 14 to 34. Shapes are those of `paged_batch.py`.
+Shapes are those of `paged_batch.py`.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headway.kernels import online_softmax
 from headway.kernels.compile_ahead import LaunchSpec
+from headway.kernels.online_softmax import add_tile, join_span, sum_of_pairs, weigh
 from headway.kernels.triton_compat import runs_on, tl, triton
 
-KEYS = 64
-"""Of a tile: a page has whole tiles."""
 LEAST_SEQUENCES = 8
 """Of a pass: one program per head and part of a sequence is as good for fewer."""
 ENTRY = 128
@@ -46,26 +46,34 @@ class TileList:
     """The sequence of each tile, int32."""
     firsts_S1: Tensor
     """The first tile of each sequence in the list, and at the end the number of tiles, int32."""
+    cuts_R1: Tensor
+    """The first tile of each run in the list, and at the end the number of tiles, int32: the begin of a span."""
+    room: int
+    """Spans that a run has at most of a sequence that began before it."""
 
 
-@triton.jit(do_not_specialize=["count", "stride"])
+@triton.jit(do_not_specialize=["count", "stride", "runs", "room"])
 def _share_out_kernel(
-    lengths_ptr, tables_ptr, entries_ptr, owners_ptr, firsts_ptr, count, stride,
-    KEYS: tl.constexpr, PAGE: tl.constexpr, SEQUENCES: tl.constexpr, ENTRY: tl.constexpr, EARLY: tl.constexpr,
+    lengths_ptr, tables_ptr, entries_ptr, owners_ptr, firsts_ptr, cuts_ptr, count, stride, runs, room,
+    KEYS: tl.constexpr, SPAN: tl.constexpr, PAGE: tl.constexpr, SEQUENCES: tl.constexpr, ENTRY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     PER_PAGE: tl.constexpr = PAGE // KEYS
+    PER_SPAN: tl.constexpr = SPAN // KEYS
     sequence = tl.program_id(0)
     other = tl.arange(0, SEQUENCES)
     tiles = (tl.load(lengths_ptr + other, mask=other < count, other=0) + KEYS - 1) // KEYS
     first = tl.sum(tl.where(other < sequence, tiles, 0), 0)
+    all_tiles = tl.sum(tiles, 0)
     length = tl.load(lengths_ptr + sequence)
     own = (length + KEYS - 1) // KEYS
     tl.store(firsts_ptr + sequence, first)
     if sequence == count - 1:
-        tl.store(firsts_ptr + count, first + own)
+        tl.store(firsts_ptr + count, all_tiles)
+        tl.store(cuts_ptr + runs, all_tiles)
     table_ptr = tables_ptr + sequence.to(tl.int64) * stride
     for begin in range(0, own, 32):
         tile = begin + tl.arange(0, 32)
@@ -74,23 +82,30 @@ def _share_out_kernel(
         valid = tl.minimum(length - tile * KEYS, KEYS)
         tl.store(entries_ptr + first + tile, (page * PER_PAGE + tile % PER_PAGE) * ENTRY + valid, mask=inside)
         tl.store(owners_ptr + first + tile, tl.zeros_like(tile) + sequence, mask=inside)
+    # The runs that would begin in this sequence begin at the nearest end of a span; of the sequence, without room.
+    fits = all_tiles // runs // PER_SPAN + 4 <= room
+    last_run = ((first + own) * runs + all_tiles - 1) // all_tiles
+    for begin in range((first * runs + all_tiles - 1) // all_tiles, last_run, 32):
+        run = begin + tl.arange(0, 32)
+        tile = run * all_tiles // runs - first
+        below = tl.where(fits, tile // PER_SPAN * PER_SPAN, 0)
+        above = tl.where(fits, tl.minimum(below + PER_SPAN, own), own)
+        tl.store(cuts_ptr + run, first + tl.where(tile - below <= above - tile, below, above), mask=run < last_run)
 
 
-@triton.jit(do_not_specialize=["count", "runs"])
+@triton.jit(do_not_specialize=["room"])
 def _even_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, peaks_ptr, totals_ptr, entries_ptr, owners_ptr, firsts_ptr, count, scale,
-    runs, q_stride_t, q_stride_n, k_stride_p, k_stride_z, k_stride_k, v_stride_p, v_stride_z, v_stride_k, key_heads,
+    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, peaks_ptr, totals_ptr, entries_ptr, owners_ptr, firsts_ptr, cuts_ptr,
+    scale, q_stride_t, q_stride_n, k_stride_p, k_stride_z, k_stride_k, v_stride_p, v_stride_z, v_stride_k, key_heads,
+    room,
     SHARE: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PER_PAGE: tl.constexpr,
-    ENTRY: tl.constexpr, IEEE: tl.constexpr, EARLY: tl.constexpr,
+    PER_SPAN: tl.constexpr, ENTRY: tl.constexpr, IEEE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     head, run = tl.program_id(0) % key_heads, tl.program_id(0) // key_heads
-    all_tiles = tl.load(firsts_ptr + count)
-    runs = tl.minimum(runs, all_tiles)
-    low = tl.minimum(run * all_tiles // runs, all_tiles)
-    high = tl.minimum((run + 1) * all_tiles // runs, all_tiles)
+    low, high = tl.load(cuts_ptr + run), tl.load(cuts_ptr + run + 1)
     row, key, size = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, HEAD)
     heads = key_heads * SHARE
     real = row < SHARE
@@ -101,12 +116,15 @@ def _even_kernel(
     factor = scale * 1.4426950408889634
 
     sequence = tl.load(owners_ptr + low, mask=low < high, other=0)
-    begins_here = (tl.load(firsts_ptr + sequence) == low).to(tl.int32)
-    end = tl.load(firsts_ptr + sequence + 1)
+    first, end = tl.load(firsts_ptr + sequence), tl.load(firsts_ptr + sequence + 1)
+    # Of a sequence that began in this run, spans are joined here; of another, each has a place.
+    begun, kept = (first == low).to(tl.int32), 0
     q = tl.load(q_ptr + sequence.to(tl.int64) * q_stride_t + q_at, mask=real[:, None], other=0.0)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, KEYS], tl.float32)
     acc = tl.zeros([ROWS, HEAD], tl.float32)
+    spans_acc, spans_total = tl.zeros([ROWS, HEAD], tl.float32), tl.zeros([ROWS], tl.float32)
+    spans_peak = tl.full([ROWS], -float("inf"), tl.float32)
     for tile in range(low, high):
         entry = tl.load(entries_ptr + tile)
         valid, place = entry % ENTRY, entry // ENTRY
@@ -116,43 +134,50 @@ def _even_kernel(
             scores = tl.dot(q, k, input_precision="ieee")
         else:
             scores = tl.dot(q, k)
-        scores = tl.where((key < valid)[None, :], scores * factor, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
+        scores = tl.where((key < valid)[None, :], scores, -float("inf"))
+        weights, shrink, peak = weigh(scores, peak, factor)
         v = tl.load(
             v_ptr + page * v_stride_p + inner[:, None] * v_stride_z + size[None, :], mask=(key < valid)[:, None],
             other=0.0,
         )  # fmt: skip
-        total = total * shrink + tl.sum(weights, 1)
-        if IEEE:
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        else:
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-        peak = new_peak
-        if (tile + 1 == end) | (tile + 1 == high):
-            if (begins_here == 1) & (tile + 1 == end):
-                tl.store(out_ptr + sequence.to(tl.int64) * heads * HEAD + out_at, acc / total[:, None],
-                         mask=real[:, None])  # fmt: skip
-            else:  # a sequence that began before has the first place of the run, one that goes on the second
-                part = (run * 2 + begins_here) * heads + head * SHARE + row
+        acc, total = add_tile(acc, total, weights, shrink, v, IEEE, True)
+        after = tile + 1
+        if ((after - first) % PER_SPAN == 0) | (after == end):
+            if begun == 1:
+                spans_acc, spans_total, spans_peak = join_span(
+                    spans_acc, spans_total, spans_peak, acc, sum_of_pairs(total), peak
+                )
+                if after == end:
+                    tl.store(out_ptr + sequence.to(tl.int64) * heads * HEAD + out_at,
+                             spans_acc / spans_total[:, None], mask=real[:, None])  # fmt: skip
+                elif after == high:  # the sequence goes on: its begin has the last place
+                    part = (run * (room + 1) + room) * heads + head * SHARE + row
+                    tl.store(peaks_ptr + part, spans_peak, mask=real)
+                    tl.store(totals_ptr + part, spans_total, mask=real)
+                    part_at = part.to(tl.int64)[:, None] * HEAD + size[None, :]
+                    tl.store(parts_ptr + part_at, spans_acc, mask=real[:, None])
+            else:
+                part = (run * (room + 1) + kept) * heads + head * SHARE + row
                 tl.store(peaks_ptr + part, peak, mask=real)
-                tl.store(totals_ptr + part, total, mask=real)
+                tl.store(totals_ptr + part, sum_of_pairs(total), mask=real)
                 tl.store(parts_ptr + part.to(tl.int64)[:, None] * HEAD + size[None, :], acc, mask=real[:, None])
-            if tile + 1 < high:
+                kept += 1
+            peak = tl.full([ROWS], -float("inf"), tl.float32)
+            total = tl.zeros([ROWS, KEYS], tl.float32)
+            acc = tl.zeros([ROWS, HEAD], tl.float32)
+            if (after == end) & (after < high):
                 sequence += 1
-                begins_here = 1
+                begun, first = 1, end
                 end = tl.load(firsts_ptr + sequence + 1)
                 q = tl.load(q_ptr + sequence.to(tl.int64) * q_stride_t + q_at, mask=real[:, None], other=0.0)
-                peak = tl.full([ROWS], -float("inf"), tl.float32)
-                total = tl.zeros([ROWS], tl.float32)
-                acc = tl.zeros([ROWS, HEAD], tl.float32)
+                spans_acc, spans_total = tl.zeros([ROWS, HEAD], tl.float32), tl.zeros([ROWS], tl.float32)
+                spans_peak = tl.full([ROWS], -float("inf"), tl.float32)
 
 
-@triton.jit(do_not_specialize=["count", "runs"])
+@triton.jit(do_not_specialize=["count", "runs", "room"])
 def _join_kernel(
-    parts_ptr, peaks_ptr, totals_ptr, out_ptr, firsts_ptr, count, runs, heads,
-    HEAD: tl.constexpr, EARLY: tl.constexpr,
+    parts_ptr, peaks_ptr, totals_ptr, out_ptr, firsts_ptr, cuts_ptr, count, runs, heads, room,
+    HEAD: tl.constexpr, PER_SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of a head of a sequence that several runs have; the others are written already."""
     if EARLY:
@@ -161,42 +186,53 @@ def _join_kernel(
     sequence, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     all_tiles = tl.load(firsts_ptr + count)
     first, end = tl.load(firsts_ptr + sequence), tl.load(firsts_ptr + sequence + 1)
-    runs = tl.minimum(runs, all_tiles)
-    first_run = ((first + 1) * runs - 1) // all_tiles
-    last_run = (end * runs - 1) // all_tiles
-    if first_run < last_run:
-        single, size = tl.arange(0, 1), tl.arange(0, HEAD)
-        peak = tl.full([1], -float("inf"), tl.float32)
-        total, acc = tl.zeros([1], tl.float32), tl.zeros([1, HEAD], tl.float32)
-        for run in range(first_run, last_run + 1):
-            part = (run * 2 + (run == first_run).to(tl.int32)) * heads + head + single
-            more_peak = tl.load(peaks_ptr + part)
-            new_peak = tl.maximum(peak, more_peak)
-            shrink, more_shrink = tl.exp2(peak - new_peak), tl.exp2(more_peak - new_peak)
-            total = total * shrink + tl.load(totals_ptr + part) * more_shrink
-            more = tl.load(parts_ptr + part.to(tl.int64)[:, None] * HEAD + size[None, :])
-            acc = acc * shrink[:, None] + more * more_shrink[:, None]
-            peak = new_peak
+    single, size, begun = tl.arange(0, 1), tl.arange(0, HEAD), 0
+    acc, total = tl.zeros([1, HEAD], tl.float32), tl.zeros([1], tl.float32)
+    peak = tl.full([1], -float("inf"), tl.float32)
+    for run in range((first * runs + all_tiles - 1) // all_tiles, (end * runs + all_tiles - 1) // all_tiles):
+        low = tl.load(cuts_ptr + run)
+        if (low > first) & (low < end):
+            spans = (tl.minimum(tl.load(cuts_ptr + run + 1), end) - low + PER_SPAN - 1) // PER_SPAN
+            # before the first of these runs, the one in which the sequence begins
+            for span in range(begun - 1, spans):
+                place = (run * (room + 1) + span).to(tl.int64)
+                part = place * heads + head + single
+                more_acc = tl.load(parts_ptr + part[:, None] * HEAD + size[None, :])
+                acc, total, peak = join_span(
+                    acc, total, peak, more_acc, tl.load(totals_ptr + part), tl.load(peaks_ptr + part)
+                )
+            begun = 1
+    if begun == 1:
         place = (sequence.to(tl.int64) * heads + head + single)[:, None] * HEAD + size[None, :]
         tl.store(out_ptr + place, acc / total[:, None])
 
 
 def takes_evenly(device: torch.device, head: int, page: int) -> bool:
     """Whether the kernel takes heads and pages of such sizes."""
-    return runs_on(device) and head in (64, 128) and page % KEYS == 0
+    return runs_on(device) and head in (64, 128) and page % online_softmax.EXACT_KEYS == 0
 
 
-def share_out(lengths_S: Tensor, tables_SP: Tensor, page: int, *, early: bool = False) -> TileList:
-    """Return the list of tiles of sequences, made on the device, where their lengths are."""
+def share_out(
+    lengths_S: Tensor, tables_SP: Tensor, pages: int, page: int, runs: int, *, early: bool = False
+) -> TileList:
+    """Return the list of tiles of sequences in a cache of so many pages, made on the device, where lengths are."""
     count, width = tables_SP.shape
-    room = torch.empty(2, count * width * (page // KEYS), dtype=torch.int32, device=lengths_S.device)
-    firsts_S1 = torch.empty(count + 1, dtype=torch.int32, device=lengths_S.device)
+    keys, span = online_softmax.EXACT_KEYS, online_softmax.EXACT_SPAN
+    entries, owners = torch.empty(2, count * width * (page // keys), dtype=torch.int32, device=lengths_S.device)
+    firsts_S1, cuts_R1 = (torch.empty(n + 1, dtype=torch.int32, device=lengths_S.device) for n in (count, runs))
+    # Sequences that share pages may have more; then there is no room, and no sequence is cut.
+    room = min(count * width, pages) * page // span // runs + 4
     options = {"launch_pdl": True} if early else {}
     _share_out_kernel[(count,)](
-        lengths_S, tables_SP, room[0], room[1], firsts_S1, count, tables_SP.stride(0), KEYS=KEYS, PAGE=page,
-        SEQUENCES=max(16, _power_of_two(count)), ENTRY=ENTRY, EARLY=early, num_warps=4, **options,
+        lengths_S, tables_SP, entries, owners, firsts_S1, cuts_R1, count, tables_SP.stride(0), runs, room, KEYS=keys,
+        SPAN=span, PAGE=page, SEQUENCES=max(16, _power_of_two(count)), ENTRY=ENTRY, EARLY=early, num_warps=4, **options,
     )  # fmt: skip
-    return TileList(room[0], room[1], firsts_S1)
+    return TileList(entries, owners, firsts_S1, cuts_R1, room)
+
+
+def count_runs(processors: int, key_heads: int, tiling: EvenTiling = EvenTiling()) -> int:  # noqa: B008  (a named tuple)
+    """Return how many runs the tiles of a key head are cut into."""
+    return max(1, processors * tiling.programs // key_heads)
 
 
 def even_attention(
@@ -205,7 +241,6 @@ def even_attention(
     values_PZKH: Tensor,
     tiles: TileList,
     scale: float,
-    processors: int,
     tiling: EvenTiling = EvenTiling(),  # noqa: B008  (a named tuple)
     *,
     early: bool = False,
@@ -213,22 +248,23 @@ def even_attention(
     """Return attention [T, N, H] of one query per sequence to all of its keys."""
     count, heads, size = q_TNH.shape
     page, key_heads = keys_PZKH.shape[1:3]
+    keys, span = online_softmax.EXACT_KEYS, online_softmax.EXACT_SPAN
     q_TNH = q_TNH.contiguous()
-    runs = max(1, processors * tiling.programs // key_heads)
+    runs, share = len(tiles.cuts_R1) - 1, heads // key_heads
     out = torch.empty_like(q_TNH)
-    parts = torch.empty(runs, 2, heads, size, dtype=torch.float32, device=q_TNH.device)
-    peaks, totals = (torch.empty(runs, 2, heads, dtype=torch.float32, device=q_TNH.device) for _ in range(2))
-    share = heads // key_heads
+    parts = torch.empty(runs, tiles.room + 1, heads, size, dtype=torch.float32, device=q_TNH.device)
+    peaks, totals = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q_TNH.device) for _ in range(2))
     options = {"launch_pdl": True} if early else {}
     _even_kernel[(runs * key_heads,)](
-        q_TNH, keys_PZKH, values_PZKH, out, parts, peaks, totals, tiles.entries, tiles.owners, tiles.firsts_S1, count,
-        scale, runs, *q_TNH.stride()[:2], *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], key_heads,
-        SHARE=share, HEAD=size, ROWS=max(16, _power_of_two(share)), KEYS=KEYS, PER_PAGE=page // KEYS,
-        ENTRY=ENTRY, IEEE=q_TNH.dtype == torch.float32, EARLY=early, num_warps=tiling.warps, num_stages=tiling.stages,
-        **options,
+        q_TNH, keys_PZKH, values_PZKH, out, parts, peaks, totals, tiles.entries, tiles.owners, tiles.firsts_S1,
+        tiles.cuts_R1, scale, *q_TNH.stride()[:2], *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], key_heads,
+        tiles.room, SHARE=share, HEAD=size, ROWS=max(16, _power_of_two(share)), KEYS=keys, PER_PAGE=page // keys,
+        PER_SPAN=span // keys, ENTRY=ENTRY, IEEE=q_TNH.dtype == torch.float32, EARLY=early, num_warps=tiling.warps,
+        num_stages=tiling.stages, **options,
     )  # fmt: skip
     _join_kernel[(count * heads,)](
-        parts, peaks, totals, out, tiles.firsts_S1, count, runs, heads, HEAD=size, EARLY=early, num_warps=1, **options,
+        parts, peaks, totals, out, tiles.firsts_S1, tiles.cuts_R1, count, runs, heads, tiles.room, HEAD=size,
+        PER_SPAN=span // keys, EARLY=early, num_warps=1, **options,
     )  # fmt: skip
     return out
 
@@ -237,17 +273,24 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-_INTEGERS = dict.fromkeys(("entries_ptr", "owners_ptr", "firsts_ptr"), "*i32")
+_INTEGERS = dict.fromkeys(("entries_ptr", "owners_ptr", "firsts_ptr", "cuts_ptr"), "*i32")
 _PARTS = dict.fromkeys(("parts_ptr", "peaks_ptr", "totals_ptr"), "*fp32")
 _PAGE_STRIDES = [f"{pages}_stride_{dim}" for pages in "kv" for dim in "pzk"]
+_PER_SPAN = online_softmax.EXACT_SPAN // online_softmax.EXACT_KEYS
+
+
+def _numbers(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "i32")
+
 
 AHEAD = (
     LaunchSpec(
         "even_attention.list",
         _share_out_kernel,
-        {"lengths_ptr": "*i32", "tables_ptr": "*i32", "count": "i32", "stride": "i32"} | _INTEGERS,
-        {"KEYS": KEYS, "PAGE": 64, "SEQUENCES": 256, "ENTRY": ENTRY, "EARLY": True},
-        odd=frozenset({"count", "stride"}),
+        dict.fromkeys(("lengths_ptr", "tables_ptr"), "*i32") | _INTEGERS | _numbers("count", "stride", "runs", "room"),
+        {"KEYS": online_softmax.EXACT_KEYS, "SPAN": online_softmax.EXACT_SPAN, "PAGE": 64, "SEQUENCES": 256}
+        | {"ENTRY": ENTRY, "EARLY": True},
+        odd=frozenset({"count", "stride", "runs", "room"}),
     ),
     LaunchSpec(
         "even_attention.128",
@@ -255,20 +298,23 @@ AHEAD = (
         dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
         | _PARTS
         | _INTEGERS
-        | {"count": "i32", "scale": "fp32", "runs": "i32", "key_heads": "i32"}
-        | dict.fromkeys(("q_stride_t", "q_stride_n", *_PAGE_STRIDES), "i32"),
-        {"SHARE": 2, "HEAD": 128, "ROWS": 16, "KEYS": KEYS, "PER_PAGE": 1, "ENTRY": ENTRY}
-        | {"IEEE": False, "EARLY": True},
+        | {"scale": "fp32"}
+        | _numbers("q_stride_t", "q_stride_n", *_PAGE_STRIDES, "key_heads", "room"),
+        {"SHARE": 2, "HEAD": 128, "ROWS": 16, "KEYS": online_softmax.EXACT_KEYS, "PER_PAGE": 1}
+        | {"PER_SPAN": _PER_SPAN, "ENTRY": ENTRY, "IEEE": False, "EARLY": True},
         EvenTiling().warps,
         EvenTiling().stages,
-        odd=frozenset({"count", "runs", "key_heads"}),
+        odd=frozenset({"key_heads", "room"}),
     ),
     LaunchSpec(
         "even_attention.join",
         _join_kernel,
-        _PARTS | {"out_ptr": "*bf16", "firsts_ptr": "*i32", "count": "i32", "runs": "i32", "heads": "i32"},
-        {"HEAD": 128, "EARLY": True},
+        _PARTS
+        | dict.fromkeys(("firsts_ptr", "cuts_ptr"), "*i32")
+        | {"out_ptr": "*bf16"}
+        | _numbers("count", "runs", "heads", "room"),
+        {"HEAD": 128, "PER_SPAN": _PER_SPAN, "EARLY": True},
         1,
-        odd=frozenset({"count", "runs", "heads"}),
+        odd=frozenset({"count", "runs", "heads", "room"}),
     ),
 )

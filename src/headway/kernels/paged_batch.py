@@ -37,7 +37,7 @@ class PagedBatch:
     """Where each token's key and value go: page * Z + place in it, int64."""
     _programs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _plans: dict[int, TilePlan] = field(default_factory=dict)
-    _lists: dict[int, TileList] = field(default_factory=dict)
+    _lists: dict[tuple[int, int, int], TileList] = field(default_factory=dict)
     _spans: "dict[tuple[int, ...], KeySpan]" = field(default_factory=dict)
 
     @property
@@ -61,11 +61,12 @@ class PagedBatch:
         """Whether all sequences have one token in this pass."""
         return len(self.slots_T) == len(self.lengths)
 
-    def tile_list(self, page: int, *, early: bool = False) -> TileList:
-        """Return the tiles of keys of sequences that decode; made once per pass."""
-        if page not in self._lists:
-            self._lists[page] = share_out(self.lengths_S, self.tables_SP, page, early=early)
-        return self._lists[page]
+    def tile_list(self, pages: int, page: int, runs: int, *, early: bool = False) -> TileList:
+        """Return the tiles of keys of sequences that decode, in so many runs; made once per pass."""
+        key = pages, page, runs
+        if key not in self._lists:
+            self._lists[key] = share_out(self.lengths_S, self.tables_SP, *key, early=early)
+        return self._lists[key]
 
     def programs(self, queries: int) -> tuple[Tensor, Tensor]:
         """Return the sequence and the first query of each program that has so many queries; made once per pass."""

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headway.kernels import online_softmax
+from headway.kernels.online_softmax import add_tile, join_span, sum_of_pairs, weigh
 from headway.kernels.paged_batch import PagedBatch
 from headway.kernels.triton_compat import runs_on, tl, triton
 
@@ -44,11 +46,6 @@ class PagedTiling(NamedTuple):
     """Keys of a split at least: short sequences have fewer splits."""
 
 
-EXACT_KEYS = 64
-"""Keys of a tile in exact mode, where training and every pass of inference sum in the same order."""
-EXACT_SPAN = 512
-"""Keys of a span in exact mode: each is summed from zero, then joined to those before it. In decoding of few sequences
-a program has one span."""
 MOST_SPANS = 8192
 """Programs beyond which spans have none of their own: most would find nothing to do in shorter sequences."""
 
@@ -58,14 +55,14 @@ def cut(
 ) -> PagedTiling:
     """Choose the tiling: one token per program in decoding; as many as fill 64 rows in prefill."""
     longest_query = max(end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False))
-    keys = EXACT_KEYS if head <= 128 or exact else 32
+    keys = online_softmax.EXACT_KEYS if head <= 128 or exact else 32
     if longest_query > 1:
         rows = max(64 if head <= 128 else 32, _power_of_two(share))
         return PagedTiling(rows // _power_of_two(share), rows, keys, 1, 4)
     rows, programs = max(16, _power_of_two(share)), len(batch.lengths) * key_heads
     splits, longest = 1, max(batch.lengths)
     if exact:
-        spans = -(-longest // EXACT_SPAN)
+        spans = -(-longest // online_softmax.EXACT_SPAN)
         if programs < 3 * processors and programs * spans <= MOST_SPANS:
             return PagedTiling(1, rows, keys, spans, 2)
         return PagedTiling(1, rows, keys, 1, 4, 5)
@@ -82,26 +79,6 @@ def _power_of_two(number: int) -> int:
 
 
 @triton.jit
-def _sum_of_pairs(x):
-    """Sum rows by adding their halves, again and again: a reduction's order depends on how threads share a tile out."""
-    for _ in tl.static_range(8):
-        if x.shape[1] > 1:
-            x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 1)
-    return tl.reshape(x, [x.shape[0]])
-
-
-@triton.jit
-def _joined(acc, total, peak, more_acc, more_total, more_peak):
-    """Join sums over later keys to those over earlier ones: each operation is written out, so that none is fused in one
-    kernel and not in another."""
-    new_peak = tl.maximum(peak, more_peak)
-    base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # nothing seen yet
-    shrink, more_shrink = tl.exp2(peak - base), tl.exp2(more_peak - base)
-    acc = tl.fma(acc, tl.zeros_like(acc) + shrink[:, None], more_acc * more_shrink[:, None])
-    return acc, tl.fma(total, shrink, more_total * more_shrink), new_peak
-
-
-@triton.jit
 def _attend_tiles(
     q, acc, total, peak, spans_acc, spans_total, spans_peak, low, high, last, position, table_ptr, k_ptr, v_ptr,
     scale, softcap, window, k_stride_p, k_stride_z, v_stride_p, v_stride_z,
@@ -110,15 +87,15 @@ def _attend_tiles(
 ):  # fmt: skip
     """Go through the tiles of keys from `low` to `high`; without MASKED, every query sees all of them.
 
-    If ORDERED, the weights of all tiles are added up by place in their tile: `_sum_of_pairs` joins them at the end of a
+    If ORDERED, the weights of all tiles are added up by place in their tile: `sum_of_pairs` joins them at the end of a
     span, whose sums then join those of the spans before it.
     """
     size = tl.arange(0, HEAD_2)
     for tile in range(low, high, KEYS):
         if SPAN > 0:  # noqa: SIM102  (one is known when compiled)
             if tile % SPAN == 0:
-                spans_acc, spans_total, spans_peak = _joined(
-                    spans_acc, spans_total, spans_peak, acc, _sum_of_pairs(total), peak
+                spans_acc, spans_total, spans_peak = join_span(
+                    spans_acc, spans_total, spans_peak, acc, sum_of_pairs(total), peak
                 )
                 acc, total = tl.zeros_like(acc), tl.zeros_like(total)
                 peak = tl.zeros_like(peak) - float("inf")
@@ -156,26 +133,14 @@ def _attend_tiles(
             if WINDOWED:
                 seen = seen & (place[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
-        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # nothing seen yet
-        # Written as one operation: else the compiler joins them here or there, and bits differ between both loops.
-        weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.zeros_like(scores) - base[:, None]))
-        shrink = tl.exp2(peak - base)
+        weights, shrink, peak = weigh(scores, peak, factor)
         if MASKED:
             v = tl.load(v_ptr + v_at[:, None] + size[None, :], mask=inside[:, None] & (size < HEAD)[None, :], other=0.0)
         elif HEAD == HEAD_2:
             v = tl.load(v_ptr + v_at[:, None] + size[None, :])
         else:
             v = tl.load(v_ptr + v_at[:, None] + size[None, :], mask=(size < HEAD)[None, :], other=0.0)
-        if ORDERED:
-            total = tl.fma(total, tl.zeros_like(total) + shrink[:, None], weights)
-        else:
-            total = total * shrink + tl.sum(weights, 1)
-        if IEEE:
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        else:
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-        peak = new_peak
+        acc, total = add_tile(acc, total, weights, shrink, v, IEEE, ORDERED)
     return acc, total, peak, spans_acc, spans_total, spans_peak
 
 
@@ -269,9 +234,9 @@ def _paged_kernel(
         HEAD, HEAD_2, PAGE, KEYS, WINDOWED, CAPPED, IEEE, ORDERED, SPAN, True,
     )  # fmt: skip
     if ORDERED:
-        total = _sum_of_pairs(total)
+        total = sum_of_pairs(total)
         if SPAN > 0 and SPLITS == 1:
-            acc, total, peak = _joined(spans_acc, spans_total, spans_peak, acc, total, peak)
+            acc, total, peak = join_span(spans_acc, spans_total, spans_peak, acc, total, peak)
 
     if SPLITS == 1:
         if SUMS:
@@ -346,13 +311,13 @@ def triton_attention(
         sequences, firsts, batch.starts_S1, batch.lengths_S, batch.tables_SP, scale, softcap or 0.0, window or 0,
         *q_TNH.stride()[:2], *keys_PZKH.stride()[:3], *values_PZKH.stride()[:3], *out.stride()[:2],
         batch.tables_SP.stride(0), heads, tokens,
-        PAGE=keys_PZKH.shape[1], ORDERED=exact, SPAN=EXACT_SPAN if exact else 0, SUMS=False,
+        PAGE=keys_PZKH.shape[1], ORDERED=exact, SPAN=online_softmax.EXACT_SPAN if exact else 0, SUMS=False,
         **_constants(q_TNH, heads // key_heads, tiling, window, softcap, sinks_N), EARLY=early, **options,
     )  # fmt: skip
     if tiling.splits > 1 and exact:
         _join_spans_kernel[(tokens * heads,)](
             parts, peaks, totals, out, batch.lengths_S, tokens * heads, heads, HEAD=size,
-            HEAD_2=max(16, _power_of_two(size)), SPAN=EXACT_SPAN, EARLY=early, num_warps=1, **options,
+            HEAD_2=max(16, _power_of_two(size)), SPAN=online_softmax.EXACT_SPAN, EARLY=early, num_warps=1, **options,
         )  # fmt: skip
     elif tiling.splits > 1:
         join_splits(parts, peaks, totals, out, early=early)
@@ -378,7 +343,7 @@ def _join_spans_kernel(
         more_peak = tl.load(peak_ptr + place)
         inside = (more_peak > -float("inf"))[:, None] & (size < HEAD)[None, :]
         more_acc = tl.load(parts_ptr + place[:, None] * HEAD + size[None, :], mask=inside, other=0.0)
-        acc, total, peak = _joined(acc, total, peak, more_acc, tl.load(total_ptr + place), more_peak)
+        acc, total, peak = join_span(acc, total, peak, more_acc, tl.load(total_ptr + place), more_peak)
     out = acc / total[:, None]
     tl.store(out_ptr + (row + first)[:, None] * HEAD + size[None, :], out, mask=(size < HEAD)[None, :])
 
@@ -442,7 +407,7 @@ def causal_attention(
     _paged_kernel[len(programs[0]) * k_TKH.shape[1], 1](
         q_TNH, k_TKH, v_TKH, out, sums_NT, sums_NT, sums_NT, q_TNH, *programs, starts_S1, lengths_S,
         starts_S1, scale, 0.0, window or 0, *q_TNH.stride()[:2], 0, *k_TKH.stride()[:2], 0, *v_TKH.stride()[:2],
-        *out.stride()[:2], 0, heads, tokens, PAGE=0, ORDERED=True, SPAN=EXACT_SPAN, SUMS=True,
+        *out.stride()[:2], 0, heads, tokens, PAGE=0, ORDERED=True, SPAN=online_softmax.EXACT_SPAN, SUMS=True,
         **_constants(q_TNH, share, tiling, window, None, None), EARLY=False,
     )  # fmt: skip
     return out, sums_NT
@@ -451,7 +416,7 @@ def causal_attention(
 def exact_tiling(share: int) -> PagedTiling:
     """Return the tiling of whole documents."""
     rows = max(64, _power_of_two(share))
-    return PagedTiling(rows // _power_of_two(share), rows, EXACT_KEYS, 1, 4 if rows == 64 else 8, 2)
+    return PagedTiling(rows // _power_of_two(share), rows, online_softmax.EXACT_KEYS, 1, 4 if rows == 64 else 8, 2)
 
 
 def processors(device: torch.device) -> int:
