@@ -97,9 +97,7 @@ def test_pages_that_sequences_share_may_be_more_than_there_is_room_for() -> None
     q, pages = torch.randn(4, 2, 16), torch.randn(2, 20, 16, 1, 16)
     tiles = shared.tile_list(20, 16, 2)
     assert set(tiles.cuts_R1.tolist()) <= set(tiles.firsts_S1.tolist())
-    assert torch.equal(
-        even_attention(q, *pages, tiles, 0.25), triton_attention(q, *pages, shared, 0.25, exact=True)
-    )
+    assert torch.equal(even_attention(q, *pages, tiles, 0.25), triton_attention(q, *pages, shared, 0.25, exact=True))
 
 
 def lists_of(counts: list[int], page: int) -> PagedBatch:

@@ -1,8 +1,8 @@
 """The sums of attention over tiles of keys, the same operations in every kernel that has to give the same bits.
 
 A softmax over keys is summed tile by tile, relative to the largest score so far. In exact mode the order of all sums
-is a matter of a key's place in its sequence alone: tiles of `EXACT_KEYS` keys add up to spans of `EXACT_SPAN`, each from
-zero, and spans are joined in their order. So programs may share a sequence out at the ends of its spans.
+is a matter of a key's place in its sequence alone: tiles of `EXACT_KEYS` keys add up to spans of `EXACT_SPAN`, each
+from zero, and spans are joined in their order. So programs may share a sequence out at the ends of its spans.
 """
 
 from headway.kernels.triton_compat import tl, triton

@@ -68,6 +68,11 @@ class Parallel(Section):
             values = {**values, "chunks": 2 if values.get("schedule") == "interleaved" else 1}
         return values
 
+    @property
+    def splits_model(self) -> bool:
+        """Whether an axis splits the model or its sequences, not only state and batch."""
+        return self.tensor * self.pipeline * self.context * self.expert > 1
+
     def sizes(self, workers: int) -> dict[str, int]:
         """Return the size of each axis for a number of workers; that of `expert` lies within `shard`."""
         given = {axis: getattr(self, axis) for axis in ("pipeline", "replicate", "shard", "context", "tensor")}
@@ -315,7 +320,7 @@ def _check_exact(recipe: Recipe) -> None:
     """Raise for settings that exact inference excludes."""
     if recipe.model.class_ is not None:
         raise ValueError("inference.exact needs one of Headway's decoders, not model.class")
-    if recipe.parallel is not None and _splits(recipe.parallel):
+    if recipe.parallel is not None and recipe.parallel.splits_model:
         raise ValueError("inference.exact needs a mesh of replicate and shard axes only")
     if recipe.train.compile:
         raise ValueError("inference.exact needs train.compile = false: a compiler adds up in an order of its own")
@@ -342,9 +347,5 @@ def _check_lora(recipe: Recipe, lora: Lora) -> None:
         raise ValueError("train.freeze has no effect with lora: the base is frozen, and lora.targets gets adapters")
     if recipe.train.master:
         raise ValueError("train.master has no effect with lora: adapters are float32")
-    if lora.quantize is not None and recipe.parallel is not None and _splits(recipe.parallel):
+    if lora.quantize is not None and recipe.parallel is not None and recipe.parallel.splits_model:
         raise ValueError(f'lora.quantize = "{lora.quantize}" needs a mesh of replicate and shard axes only')
-
-
-def _splits(parallel: Parallel) -> bool:
-    return parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1

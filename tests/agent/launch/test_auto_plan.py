@@ -506,6 +506,14 @@ def test_hint_of_an_unsupported_axis_names_only_axes_that_work(recipe) -> None:
         assert caught.value.hint == f"its workers need whole sequences: use {axes} axes"
 
 
+def test_a_run_in_exact_mode_is_planned_with_axes_that_it_can_have() -> None:
+    settings = ("train.batch=1", "train.dtype=bfloat16", "data.seq=8192")
+    free, exact = (plan_run(llama(*settings, f"inference.exact={value}"), gpus(8), 8) for value in ("false", "true"))
+    assert free.recipe.parallel is not None
+    assert free.recipe.parallel.splits_model, "one row cannot be shared out otherwise"
+    assert exact.recipe.parallel is None or not exact.recipe.parallel.splits_model
+
+
 def test_damaged_plan_is_ignored(lab, recipe) -> None:
     run = lab.train(recipe({"train.steps": 4})).run
     good = read_plan(run)

@@ -11,7 +11,7 @@ from headway.errors import StateError, UsageError
 from headway.hardware import Devices
 from headway.recipe import Recipe
 from headway.state.object_store import ObjectStore
-from headway.track import Recorder, RunFolder, record_path
+from headway.track import Recorder, RunFolder, read_recipe, record_path
 
 GPUS = Devices("cuda", 8, "NVIDIA H200")
 
@@ -57,6 +57,12 @@ def test_run_does_not_start_with_a_bucket_that_is_missing(recipe, tmp_path: Path
     else:
         started = new_run(stored, tmp_path / "runs", workers=1)
         assert started.notes == ["nothing can be uploaded yet: it could not be listed"]
+
+
+@pytest.mark.parametrize(("stated", "saved"), [({}, False), ({"inference.exact": True}, True)])
+def test_a_run_knows_whether_it_is_exact(recipe, tmp_path: Path, stated: dict[str, Any], saved: bool) -> None:
+    run = new_run(recipe(stated), tmp_path, workers=1).folder
+    assert read_recipe(run).inference.exact is saved
 
 
 def record_start(run: RunFolder, number: int, workers: int, **more: Any) -> None:

@@ -30,6 +30,7 @@ from headway.errors import (
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
 from headway.recipe import Data, FaultPlan, Parallel, Recipe, changed_keys, check_resumable, with_settings
+from headway.recipe.exact_by_default import with_exactness
 from headway.recipe.find_own_code import check_class
 from headway.recipe.objective import CustomObjective
 from headway.state import list_checkpoints
@@ -88,6 +89,7 @@ def new_run(
         check_rl(recipe.rl)
     recipe = resolve_recipe(recipe, root)
     available = on or devices(recipe.train.device)
+    recipe = with_exactness(recipe, available.kind)
     branch = branch_point(root, origin) if origin else None
     checkpoint, workers_before = (None, None) if branch is None else (branch.checkpoint, branch.workers)
     default = workers_before or default_workers(available)

@@ -31,6 +31,7 @@ def supported_limits(recipe: Recipe) -> TrainerLimits:
         limits = replace(limits, schedules=tuple(kind for kind in limits.schedules if kind != "zero-bubble"))
     missing = {"tensor"} if model.UNCUT else set[str]()
     missing |= {"context"} if whole_sequences(recipe) else set()
+    missing |= {"tensor", "pipeline", "expert"} if recipe.inference.exact else set()
     return replace(limits, axes=tuple(axis for axis in limits.axes if axis not in missing))
 
 

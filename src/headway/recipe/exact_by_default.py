@@ -1,0 +1,38 @@
+"""Whether a run computes in exact mode if its recipe leaves `inference.exact` open."""
+
+from typing import Literal
+
+from headway.recipe.families.llama import LlamaLike
+from headway.recipe.policy import PolicyGradient
+from headway.recipe.schema import Recipe
+
+FAMILIES = ("llama", "mistral", "phi3", "smollm3")
+"""Those whose cost is known: dense ones that the engine's fused kernels run."""
+HEADS = (64, 128)
+"""Sizes of heads that kernels of exact mode take on GPUs."""
+MULTIPLE = 16
+"""Inputs of a matrix are a multiple of this there."""
+WIDEST = 16384
+"""Of a norm there."""
+
+
+def with_exactness(recipe: Recipe, device: Literal["cpu", "cuda"]) -> Recipe:
+    """Return the recipe with `inference.exact` decided: as it says, or if it is open, on for reinforcement learning
+    where that costs a few percent. That was measured for dense models in bfloat16 on a GPU (docs/rl.md)."""
+    if recipe.inference.exact is not None:
+        return recipe
+    exact = device == "cuda" and isinstance(recipe.objective, PolicyGradient) and _takes(recipe)
+    return recipe.model_copy(update={"inference": recipe.inference.model_copy(update={"exact": exact})})
+
+
+def _takes(recipe: Recipe) -> bool:
+    model, mesh, lora = recipe.model, recipe.parallel, recipe.lora
+    if model.family not in FAMILIES or not isinstance(model, LlamaLike) or model.class_ is not None:
+        return False
+    if recipe.train.dtype != "bfloat16" or recipe.train.compile or (lora is not None and lora.quantize is not None):
+        return False
+    if mesh is not None and mesh.splits_model:
+        return False
+    inputs = model.dim, model.hidden, model.heads * model.head_dim
+    fits = model.head_dim in HEADS and model.dim <= WIDEST and not any(n % MULTIPLE for n in inputs)
+    return fits and model.rotary_dim == model.head_dim and model.switch_length is None
