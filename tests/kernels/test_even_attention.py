@@ -62,7 +62,7 @@ def test_the_bits_are_those_of_exact_mode_however_tiles_are_shared_out(
 ) -> None:
     case = draw(lengths(count, 90, 10 + count), heads, 16, page, torch.float32)
     q, keys, values, batch, _ = case
-    tiles = share_out(batch.lengths_S, batch.tables_SP, pages, page, runs)
+    tiles = share_out(batch.lengths_S, batch.tables_SP, pages, page, runs, exact=True)
     out = even_attention(q, keys, values, tiles, 0.25)
     assert torch.equal(out, triton_attention(q, keys, values, batch, 0.25, exact=True))
 
@@ -74,7 +74,7 @@ def test_runs_have_every_tile_once_begin_with_a_span_and_differ_by_no_more_than_
     rng = random.Random(seed)
     longest, runs = rng.choice([(40, 3), (400, 7), (1500, 12)]), rng.randint(1, 40)
     batch = lists_of([rng.randint(1, longest[0]) for _ in range(rng.randint(1, longest[1]))], page=16)
-    tiles = share_out(batch.lengths_S, batch.tables_SP, 10_000, 16, runs)
+    tiles = share_out(batch.lengths_S, batch.tables_SP, 10_000, 16, runs, exact=True)
     firsts, cuts = tiles.firsts_S1.tolist(), tiles.cuts_R1.tolist()
     spans = {tile for first, end in itertools.pairwise(firsts) for tile in [*range(first, end, 2), end]}
     assert (cuts[0], cuts[-1]) == (0, firsts[-1])
@@ -95,7 +95,7 @@ def test_pages_that_sequences_share_may_be_more_than_there_is_room_for() -> None
         whole.starts, whole.lengths, whole.starts_S1, whole.lengths_S, whole.tables_SP[:1].repeat(4, 1), whole.slots_T
     )
     q, pages = torch.randn(4, 2, 16), torch.randn(2, 20, 16, 1, 16)
-    tiles = shared.tile_list(20, 16, 2)
+    tiles = shared.tile_list(20, 16, 2, exact=True)
     assert set(tiles.cuts_R1.tolist()) <= set(tiles.firsts_S1.tolist())
     assert torch.equal(even_attention(q, *pages, tiles, 0.25), triton_attention(q, *pages, shared, 0.25, exact=True))
 
@@ -139,8 +139,10 @@ def test_heads_and_pages_that_have_no_whole_tiles_are_left_to_other_kernels() ->
 def test_kernel_on_a_gpu(count: int, heads: tuple[int, int], size: int) -> None:
     case = draw(lengths(count, 1500 if count < 100 else 300, count), heads, size, 64, torch.bfloat16, "cuda")
     q, keys, values, batch, _ = case
-    tiles = batch.tile_list(*keys.shape[:2], count_runs(132, heads[1]), early=True)
-    out = even_attention(q, keys, values, tiles, size**-0.5, early=True)
     wanted = exact(case, size**-0.5, None, None, None)
-    assert (out.double().cpu() - wanted).abs().max() < 2e-2
-    assert torch.equal(out, triton_attention(q, keys, values, batch, size**-0.5, exact=True))
+    for bits in (False, True):
+        runs = count_runs(132, heads[1])
+        tiles = share_out(batch.lengths_S, batch.tables_SP, *keys.shape[:2], runs, exact=bits, early=True)
+        out = even_attention(q, keys, values, tiles, size**-0.5, early=True)
+        assert (out.double().cpu() - wanted).abs().max() < 2e-2
+        assert not bits or torch.equal(out, triton_attention(q, keys, values, batch, size**-0.5, exact=True))

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from headway.inference.kv_cache import PagedKvCache, PassCache
 from headway.kernels import batch_invariant, dispatch, exact_products, matrix_vector, rotary_store, sequential_linear
-from headway.kernels.even_attention import LEAST_SEQUENCES, count_runs, even_attention, takes_evenly
+from headway.kernels.even_attention import (
+    LEAST_EXACT_SEQUENCES,
+    LEAST_SEQUENCES,
+    count_runs,
+    even_attention,
+    takes_evenly,
+)
 from headway.kernels.gated import swiglu
 from headway.kernels.inputs import float32_product
 from headway.kernels.paged_attention import fresh_attention
@@ -130,7 +136,7 @@ class FusedDecoder:
             return fresh_attention(q_TNH, k_TKH, v_TKH, cache.batch, scale).flatten(1)
         if self._evenly(cache, window):
             runs = count_runs(processors(q_TNH.device), self.heads.keys)
-            tiles = cache.batch.tile_list(*keys_PZKH.shape[:2], runs, early=early)
+            tiles = cache.batch.tile_list(*keys_PZKH.shape[:2], runs, exact=self.exact, early=early)
             return even_attention(q_TNH, keys_PZKH, values_PZKH, tiles, scale, early=early).flatten(1)
         y_TNH = triton_attention(
             q_TNH, keys_PZKH, values_PZKH, cache.batch, scale, window, exact=self.exact, early=early
@@ -140,7 +146,8 @@ class FusedDecoder:
     def _evenly(self, cache: PassCache, window: int | None) -> bool:
         """Whether decoding sequences have their keys shared out evenly."""
         batch, device = cache.batch, cache.batch.slots_T.device
-        if window is not None or not batch.decodes or len(batch.lengths) < LEAST_SEQUENCES:
+        least = LEAST_EXACT_SEQUENCES if self.exact else LEAST_SEQUENCES
+        if window is not None or not batch.decodes or len(batch.lengths) < least:
             return False
         return takes_evenly(device, self.heads.size, cache.pages.page_size)
 

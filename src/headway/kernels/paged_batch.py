@@ -61,11 +61,11 @@ class PagedBatch:
         """Whether all sequences have one token in this pass."""
         return len(self.slots_T) == len(self.lengths)
 
-    def tile_list(self, pages: int, page: int, runs: int, *, early: bool = False) -> TileList:
+    def tile_list(self, pages: int, page: int, runs: int, *, exact: bool = False, early: bool = False) -> TileList:
         """Return the tiles of keys of sequences that decode, in so many runs; made once per pass."""
         key = pages, page, runs
         if key not in self._lists:
-            self._lists[key] = share_out(self.lengths_S, self.tables_SP, *key, early=early)
+            self._lists[key] = share_out(self.lengths_S, self.tables_SP, *key, exact=exact, early=early)
         return self._lists[key]
 
     def programs(self, queries: int) -> tuple[Tensor, Tensor]:
