@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from headway.inference import LLM, EngineOptions, LoadedModel, SamplingParams
-from headway.kernels import exact_attention, exact_products, paged_triton, sequential_linear
+from headway.kernels import exact_attention, exact_products, online_softmax, sequential_linear
 from headway.kernels.dispatch import make_plain
 from headway.kernels.gated import swiglu
 from headway.kernels.paged_batch import PagedBatch
@@ -447,12 +447,12 @@ def controls(values: dict[str, Any]) -> Iterator[Row]:
     asked = requests(24, 1.0, random.Random(7))
     exact, plain = decoder_of(values), decoder_of(values)
     make_exact(exact, torch.device(CUDA, 0))
-    keys = paged_triton.EXACT_KEYS
+    keys = online_softmax.EXACT_KEYS
     try:
-        paged_triton.EXACT_KEYS = 32
+        online_softmax.EXACT_KEYS = 32
         others, _ = sampled_by(decoder_of(values), asked, graphs=False, max_sequences=24)
     finally:
-        paged_triton.EXACT_KEYS = keys
+        online_softmax.EXACT_KEYS = keys
     own = trained(exact.logprobs, others, 1024, 2, 1.0, random.Random(3))
     yield joined("control: tiles of 32 keys in the engine differ", others, own, differs=True)
     others, _ = sampled_by(plain, asked, exact=False, counts_padding=True, max_sequences=24, graphs=False)
