@@ -507,11 +507,12 @@ def test_hint_of_an_unsupported_axis_names_only_axes_that_work(recipe) -> None:
 
 
 def test_a_run_in_exact_mode_is_planned_with_axes_that_it_can_have() -> None:
-    settings = ("train.batch=1", "train.dtype=bfloat16", "data.seq=8192")
+    settings = ("train.batch=8", "train.dtype=bfloat16", "data.seq=512", "train.compile=false")
     free, exact = (plan_run(llama(*settings, f"inference.exact={value}"), gpus(8), 8) for value in ("false", "true"))
     assert free.recipe.parallel is not None
-    assert free.recipe.parallel.splits_model, "one row cannot be shared out otherwise"
-    assert exact.recipe.parallel is None or not exact.recipe.parallel.splits_model
+    assert free.recipe.parallel.splits_model, "few short rows are fastest so"
+    assert exact.recipe.parallel is not None
+    assert (exact.recipe.parallel.shard, exact.recipe.parallel.splits_model) == (8, False)
 
 
 def test_damaged_plan_is_ignored(lab, recipe) -> None:
