@@ -51,7 +51,8 @@ def test_what_a_recipe_says_stays(exact: bool) -> None:
         {"model": {"hidden": 1000}},
         {"model": {"family": "gemma2"}},
         {"model": {"family": "qwen3_moe"}},
-        {"model": {"init": "models/some"}, "lora": {"quantize": "nf4"}},
+        {"model": {"init": "models/some"}, "lora": {"quantize": "nf4", "rank": 16}},
+        {"model": {"init": "models/some"}, "lora": {"rank": 8}},
     ],
     ids=str,
 )
@@ -59,7 +60,16 @@ def test_what_exact_mode_excludes_or_costs_much_is_not_exact(sections: dict[str,
     assert with_exactness(recipe(**sections), "cuda").inference.exact is False
 
 
-@pytest.mark.parametrize("sections", [{}, {"parallel": {"replicate": 2}}, {"train": {"compile": False}}], ids=str)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"parallel": {"replicate": 2}},
+        {"train": {"compile": False}},
+        {"model": {"init": "models/some"}, "lora": {"rank": 16}},
+    ],
+    ids=str,
+)
 def test_what_it_takes_is_exact(sections: dict[str, dict[str, Any]]) -> None:
     assert with_exactness(recipe(**sections), "cuda").inference.exact is True
 

@@ -9,7 +9,7 @@ from headway.kernels.triton_compat import tl, triton
 
 EXACT_KEYS = 64
 """Keys of a tile in exact mode, where training and every pass of inference sum in the same order."""
-EXACT_SPAN = 256
+EXACT_SPAN = 512
 """Keys of a span in exact mode: each is summed from zero, then joined to those before it."""
 
 

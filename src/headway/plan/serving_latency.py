@@ -38,7 +38,7 @@ LOGIT_BYTES = 12
 """Of a logit in float32: written, and read twice."""
 PROGRAM_OUTPUTS, PROGRAM_ROWS = 32, 64
 """Exact mode: outputs and rows of a program that reads weights, since sums are not split."""
-SPAN_KEYS, SPAN_WAVES = 256, 3
+SPAN_KEYS, SPAN_WAVES = 512, 3
 """Exact mode: keys of a program in decoding, while a program per sequence and key head would be less than so many per
 processor."""
 EVEN_FLOORS, UNEVEN_FLOORS = 2, 3

@@ -26,13 +26,13 @@ def with_exactness(recipe: Recipe, device: Literal["cpu", "cuda"]) -> Recipe:
 
 
 def _takes(recipe: Recipe) -> bool:
-    model, mesh, lora = recipe.model, recipe.parallel, recipe.lora
+    model, lora = recipe.model, recipe.lora
     if model.family not in FAMILIES or not isinstance(model, LlamaLike) or model.class_ is not None:
         return False
-    if recipe.train.dtype != "bfloat16" or recipe.train.compile or (lora is not None and lora.quantize is not None):
+    if recipe.train.dtype != "bfloat16" or recipe.train.compile or (recipe.parallel and recipe.parallel.splits_model):
         return False
-    if mesh is not None and mesh.splits_model:
+    if model.head_dim not in HEADS or model.rotary_dim != model.head_dim or model.switch_length is not None:
         return False
-    inputs = model.dim, model.hidden, model.heads * model.head_dim
-    fits = model.head_dim in HEADS and model.dim <= WIDEST and not any(n % MULTIPLE for n in inputs)
-    return fits and model.rotary_dim == model.head_dim and model.switch_length is None
+    inputs = [model.dim, model.hidden, model.heads * model.head_dim, *([] if lora is None else [lora.rank])]
+    quantized = lora is not None and lora.quantize is not None
+    return model.dim <= WIDEST and not quantized and not any(size % MULTIPLE for size in inputs)
