@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RISE = 0.2
 """To reach, in the mean over seeds."""
 EVALUATION_S = 10.0
-"""For the last evaluation of a run, and what is between two runs; the first evaluation corrects it."""
+"""For the last evaluation of a run, and what is between two runs; the first run's corrects it."""
 
 
 class Deadline(NoSaves):
@@ -151,7 +151,8 @@ class Proof:
         if not done:
             raise SystemExit("\n".join(str(event.get("message")) for event in events_of(parts.run, "log")))
         (metric,) = done[0].metrics
-        self.evaluation_s = self.seconds - began + 3
+        if step:  # what is before the first step has a start of everything in it
+            self.evaluation_s = self.seconds - began + 3
         print(f"step {step}: {metric.value:.3f} of the held-out questions, {self.seconds:.0f} s", flush=True)
         return float(metric.value)
 
