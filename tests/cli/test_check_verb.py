@@ -200,6 +200,8 @@ def test_mesh_option_takes_every_key_of_parallel() -> None:
     }  # fmt: skip
     assert parse_layout(text) == Parallel.model_validate(wanted)
     assert parse_layout("tensor=2").shard == 1, "an axis that is left out is 1"
+    assert parse_layout("expert=2").shard == 2, "experts are a part of shard"
+    assert parse_layout("shard=4,expert=2").shard == 4
     with pytest.raises(UsageError, match="chunks given twice"):
         parse_layout("pipeline=2,chunks=2,chunks=2")
 

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.cli.main import app
-from headway.cli.model_process import adapters_of
+from headway.cli.model_process import adapters_of, model_process
 from headway.cli.serve import ending_line, start_lines
-from headway.errors import UsageError
+from headway.errors import UsageError, WorkerError
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,26 @@ def test_mistakes_in_a_command_are_a_sentence_and_a_hint(words: list[str], messa
     assert isinstance(error, UsageError), error
     assert message in error.message
     assert hint in (error.hint or "")
+
+
+def test_a_process_that_is_told_to_end_before_it_is_ready_was_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "loading.py").write_text("import signal\nprint('{}', flush=True)\nsignal.pause()\n")
+    with (
+        pytest.raises(KeyboardInterrupt),
+        model_process("loading", "server", {}, cwd=tmp_path) as running,
+    ):
+        next(running.messages())
+        running.end()
+
+
+def test_a_process_that_another_one_kills_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "loading.py").write_text("import signal\nprint('{}', flush=True)\nsignal.pause()\n")
+    with (
+        pytest.raises(WorkerError, match="the server process failed with signal 15"),
+        model_process("loading", "server", {}, cwd=tmp_path) as running,
+    ):
+        next(running.messages())
+        running.process.terminate()
 
 
 def test_an_adapter_that_is_not_there_is_named_with_its_option(tmp_path: Path) -> None:

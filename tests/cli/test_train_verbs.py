@@ -252,6 +252,11 @@ def test_a_killed_worker_is_named_on_the_command_line(desk, monkeypatch) -> None
         (["train", "r.toml", "--mesh", "context=2", "--set", "data.seq=30"], 2, "context 2 does not divide"),
         (["train", "r.toml", "--mesh", "tensor=3"], 2, "tensor 3 does not divide"),
         (["train", "r.toml", "--mesh", "shard=2,tensor=2", "--workers", "3"], 2, "4 workers, but 3 were requested"),
+        (
+            ["train", "r.toml", "--mesh", "tensor=2", "--set", "inference.exact=true"],
+            2,
+            "tensor=2: inference.exact needs",
+        ),
         (["train", "r.toml", "--mesh", "row=2"], 2, "expected AXIS=SIZE, got 'row=2'"),
         (["train", "r.toml", "--mesh", "shard=2", "--workers", "4"], 2, "shard 2: 2 workers, but 4 were"),
         (["train", "r.toml", "--mesh", "shrad=2"], 2, "expected AXIS=SIZE, got 'shrad=2'"),

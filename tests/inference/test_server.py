@@ -1,5 +1,6 @@
 """The server, asked by OpenAI's own client: answers, streams, refusals, clients that leave."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ from served_model import Served, load
 from test_adapters import ADAPTERS, GREEDY, PROMPT, adapted, merged
 
 from eventually import eventually
-from headway.inference import LLM, EngineOptions, SamplingParams
+from headway.inference import LLM, EngineOptions, SamplingParams, TextEngine
 from headway.inference.chat import render_chat
+from headway.inference.server.service import Draining, EngineService
 from lazy_imports import openai
 
 JSON = {"Content-Type": "application/json"}
@@ -329,6 +331,28 @@ def test_key_queue_and_drain() -> None:
         assert ending.value.status_code == 503
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(("draining", "error"), [(True, Draining), (False, asyncio.CancelledError)])
+def test_requests_that_the_end_of_the_server_cuts_off_are_told_so(draining: bool, error: type[BaseException]) -> None:
+    service = EngineService(TextEngine(load(), EngineOptions(cache_tokens=2000)))
+
+    async def cut_off() -> None:
+        async def read() -> None:
+            async for _ in service.stream([1, 2, 3], SamplingParams(max_tokens=150, ignore_eos=True)):
+                started.set()
+
+        started = asyncio.Event()
+        request = asyncio.create_task(read())
+        await started.wait()
+        service.draining = draining
+        request.cancel()
+        await request
+
+    with pytest.raises(error):
+        asyncio.run(cut_off())
+    service.close()
+    assert service.open == 0
 
 
 def test_a_failed_pass_ends_its_requests_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

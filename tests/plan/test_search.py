@@ -16,7 +16,7 @@ from headway.plan.memory import memory
 from headway.plan.search import RECOMPUTED, lower_bound, search
 from headway.plan.settings import Mesh, Settings, Software
 from headway.plan.step import cut_stages
-from headway.plan.task import RUNNABLE, SearchSpace, TrainerLimits, TrainingTask
+from headway.plan.task import RUNNABLE, SearchSpace, TrainerLimits, TrainingTask, trainer_limits
 from headway.plan.trainer import headway_software
 from thinned import thinned
 
@@ -120,9 +120,18 @@ def test_search_matches_brute_force(case):
     assert [plan.memory.total for plan in plans[: len(wanted)]] == [plan.memory.total for plan in wanted]
     assert result.tried == len(everything(case))
     # the best that the trainer runs is among them, or comes last
-    able = min((plan.step.seconds for plan in fit if RUNNABLE.allows(plan.settings)), default=None)
+    limits = trainer_limits(task.architecture)
+    able = min((plan.step.seconds for plan in fit if limits.allows(plan.settings)), default=None)
     assert (result.runnable and result.runnable.estimate.step.seconds) == able
     assert len(plans) <= len(wanted) + 1
+
+
+@pytest.mark.parametrize(("arch", "runs"), [(FEW_EXPERTS, False), (replace(FEW_EXPERTS, experts=None), True)])
+def test_the_trainer_has_no_tensor_axis_with_experts(arch: Architecture, runs: bool) -> None:
+    only = SearchSpace(mesh=Mesh(shard=4, tensor=2), zero=(3,), moment_bytes=(4,))
+    result = search(TrainingTask(arch, 2048, 64), make_cost_model(parse_on("h100x8")), only)
+    assert result.best is not None
+    assert (result.runnable is not None) == runs
 
 
 @pytest.mark.slow

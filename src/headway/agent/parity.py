@@ -38,7 +38,7 @@ from headway.agent.workers.zygote import ZygoteClient
 from headway.errors import HeadwayError, RunError, UsageError, WorkerError, plural
 from headway.hardware import devices
 from headway.plan.settings import AXES
-from headway.recipe import FaultPlan, Parallel, ParityTrial, Recipe
+from headway.recipe import FaultPlan, Parallel, ParityTrial, Recipe, with_mesh
 from headway.recipe.families.mixtral import MixtureLike
 from headway.state import open_checkpoint, read_box
 from headway.track import read_recipe
@@ -177,7 +177,7 @@ def _by_rows(recipe: Recipe) -> Recipe:
 
 def _prepare_mesh(recipe: Recipe, mesh: Parallel, folder: Path, number: int) -> Attempt:
     try:
-        return new_run(recipe.model_copy(update={"parallel": mesh}), folder, name=f"mesh-{number}")
+        return new_run(with_mesh(recipe, mesh, "this mesh"), folder, name=f"mesh-{number}")
     except HeadwayError as error:
         kind = UsageError if error.exit_status == UsageError.exit_status else RunError
         raise kind(f"{describe(mesh, 1)}: {error.message}", hint=error.hint) from None

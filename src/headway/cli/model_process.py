@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -87,6 +88,8 @@ def model_process(module: str, name: str, request: dict[str, Any], **options: An
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
+        if running.ended and process.returncode == -signal.SIGTERM:
+            raise KeyboardInterrupt  # before it could say that it ends
         _raise_if_failed(name, process.returncode, running.error, log)
 
 
@@ -97,6 +100,13 @@ class ModelProcess:
         self.process = process
         self.error: dict[str, Any] | None = None
         """What it reported as its error."""
+        self.ended = 0
+        """How often it was told to end."""
+
+    def end(self) -> None:
+        """Tell it to end in order; the second time, at once."""
+        self.ended += 1
+        self.process.terminate()
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield its messages until it ends; an error is kept."""

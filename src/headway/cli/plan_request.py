@@ -115,7 +115,8 @@ class PlanRequest:
             settings += ["train.dtype=bfloat16"] if self.recipe.train.dtype != "bfloat16" else []
             settings.append("train.fp8.scaling=tensorwise")
         sets = (f"--set {shlex.quote(setting)}" for setting in settings)
-        return " ".join(["headway train", str(self.options.recipe), *sets])
+        mesh = [f"--mesh {shlex.quote(self.options.mesh)}"] if self.options.mesh else []
+        return " ".join(["headway train", str(self.options.recipe), *mesh, *sets])
 
     def costs(self) -> CostModel:
         """Return the cost model of the plan."""

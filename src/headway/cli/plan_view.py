@@ -22,7 +22,7 @@ from headway.plan.goodput import WRITE_SHARE, Goodput, daly_interval, goodput
 from headway.plan.plan import RESTART_S, CheckpointStorage, Plan, RunForecast
 from headway.plan.search import RankedPlan
 from headway.plan.settings import Settings
-from headway.plan.task import RUNNABLE
+from headway.plan.task import trainer_limits
 from headway.recipe import Recipe
 
 SHOWN = 5
@@ -276,14 +276,16 @@ def _extra_cost(plan: Plan, own: int) -> str:
 
 def _trainer(plan: Plan) -> str:
     best, runnable = plan.best, plan.runnable
-    if (plan.architecture.experts or plan.architecture.latent) and best.estimate.settings.mesh.tensor > 1:
-        return "the trainer supports no tensor axis with experts or latent attention"
+    limits, mesh = trainer_limits(plan.architecture), best.estimate.settings.mesh
     if best.runnable:
         return "the trainer can run the best plan"
     if runnable is None and best.estimate.settings.precision not in ("bf16", "float32", "fp8"):
         return f"the trainer does not support {best.estimate.settings.precision}"
-    *others, last = RUNNABLE.axes
+    *others, last = limits.axes
     axes = f"{', '.join(others)} and {last} axes"
+    cut = mesh.tensor > 1 and "tensor" not in limits.axes
+    if runnable is None and cut:
+        return "the trainer supports no tensor axis with experts or latent attention"
     if runnable is None and len(plan.result.plans) == 1:
         return f"the trainer cannot run this plan: it supports {axes}, with weights sharded over the whole shard axis"
     if runnable is None:
@@ -292,7 +294,10 @@ def _trainer(plan: Plan) -> str:
     behind = f"{percent(slower)} slower" if slower >= 5e-4 else "as fast"
     settings = runnable.estimate.settings
     what = f"{settings.mesh.describe()}, {describe_settings(settings)}"
-    return f"the trainer cannot run the best plan; it can run {what}: {behind}"
+    zero = best.estimate.settings.zero
+    why = ", which has a tensor axis beside experts or latent attention" if cut else ""
+    why = why or (f", as it has no ZeRO {zero}" if mesh.owners > 1 and zero not in limits.zero else "")
+    return f"the trainer cannot run the best plan{why}; it can run {what}: {behind}"
 
 
 def _accuracy(plan: Plan) -> str:

@@ -16,7 +16,7 @@ import typer
 from headway.cli.model_process import ModelProcess, adapters_of, model_of, model_process
 from headway.cli.options import Json, ModelSource, Runs
 from headway.cli.text import plural
-from headway.errors import UsageError
+from headway.errors import INTERRUPTED, UsageError
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
@@ -72,18 +72,21 @@ def serve(
     # In a session of its own: Ctrl-C comes here, and ends it in order.
     with model_process("headway.inference.server", "server", request, start_new_session=True) as running:
         stops = (signal.SIGTERM, signal.SIGINT)
-        before = {which: signal.signal(which, lambda *_: running.process.terminate()) for which in stops}
+        before = {which: signal.signal(which, lambda *_: running.end()) for which in stops}
         try:
-            _follow(running, json)
+            unfinished = _follow(running, json)
         finally:
             for which, handler in before.items():
                 signal.signal(which, handler)
+    if running.ended > 1 and unfinished:
+        raise typer.Exit(INTERRUPTED)
 
 
-def _follow(running: ModelProcess, json: bool) -> None:
-    """Show what the server says until it ends."""
-    live = sys.stdout.isatty() and not json
+def _follow(running: ModelProcess, json: bool) -> int:
+    """Show what the server says until it ends; return how many requests it did not finish."""
+    live, unfinished = sys.stdout.isatty() and not json, 0
     for message in running.messages():
+        unfinished = message.get("unfinished", unfinished)
         if json:
             print(jsonlib.dumps(message), flush=True)
         elif "listening" in message:
@@ -92,6 +95,7 @@ def _follow(running: ModelProcess, json: bool) -> None:
             print(("\r\x1b[K" if live else "") + ending_line(message), flush=True)
         elif live:
             print(f"\r\x1b[K{status_line(message)}", end="", flush=True)
+    return unfinished
 
 
 def start_lines(facts: dict[str, Any]) -> list[str]:

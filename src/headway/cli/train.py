@@ -10,7 +10,7 @@ from headway.cli.launch import launch
 from headway.cli.mesh import parse_layout
 from headway.cli.options import Detach, Json, Runs, Settings
 from headway.errors import UsageError
-from headway.recipe import load_recipe, with_settings
+from headway.recipe import load_recipe, with_mesh, with_settings
 from headway.track import runs_root
 
 
@@ -67,6 +67,6 @@ def train(
     else:
         raise UsageError("nothing to train", hint="headway train RECIPE, or headway train --from RUN@STEP")
     if mesh is not None:
-        loaded = loaded.model_copy(update={"parallel": parse_layout(mesh, loaded.parallel)})
+        loaded = with_mesh(loaded, parse_layout(mesh, loaded.parallel), f"--mesh {mesh}")
     attempt = new_run(loaded, root, name=name, workers=workers, origin=origin, nodes=nodes, spares=spares)
     launch(attempt, detach=detach, json=json)

@@ -116,7 +116,8 @@ def _experts(arch: Architecture, settings: Settings) -> Iterator[Conflict]:
         yield f"expert {size}: the model has no experts", "leave expert at 1"
         return
     if arch.experts.count % size:
-        sizes = ", ".join(map(str, divisors(arch.experts.count)))
+        shared = gcd(arch.experts.count, mesh.owners) if settings.software.is_headway else arch.experts.count
+        sizes = ", ".join(map(str, divisors(shared)))
         yield f"expert {size} does not divide {arch.experts.count} experts", f"expert may be {sizes}"
     if settings.software.is_headway:
         yield from _sharded_experts(arch, settings)
@@ -139,7 +140,8 @@ def _sharded_experts(arch: Architecture, settings: Settings) -> Iterator[Conflic
     assert experts is not None, "a dense model has no experts"
     if shard % size:
         sizes = ", ".join(map(str, divisors(shard, experts.count)))
-        yield f"expert {size} does not divide {sharing}, which it is a part of", f"expert may be {sizes}"
+        more = f"; or use a shard axis of {size}" if mesh.context == 1 else ""
+        yield f"expert {size} does not divide {sharing}, which it is a part of", f"expert may be {sizes}{more}"
         return
     own, sharers = experts.count // size, shard // size
     if own % sharers and (experts.hidden % sharers or arch.dim % sharers):

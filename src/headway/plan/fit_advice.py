@@ -13,7 +13,7 @@ from headway.plan.candidates import candidates, held_microbatches
 from headway.plan.checks import divisors
 from headway.plan.memory import PeakMemory, memory
 from headway.plan.settings import Mesh, Software
-from headway.plan.task import RUNNABLE, SearchSpace, TrainingTask
+from headway.plan.task import SearchSpace, TrainingTask, trainer_limits
 
 GIB = 2**30
 MOST_PROBES = 64
@@ -104,10 +104,10 @@ def _kind(change: Change) -> tuple[str, ...]:
 
 
 def _runnable(task: TrainingTask, choices: SearchSpace) -> SearchSpace:
-    """The part of a search space that the trainer runs: no tensor axis with experts or latent attention."""
-    arch = task.architecture
-    most_tensor = 1 if arch.experts or arch.latent else choices.max_tensor
-    return replace(choices, limits=choices.limits or RUNNABLE, max_tensor=most_tensor, context=False)
+    """The part of a search space that the trainer runs."""
+    limits = choices.limits or trainer_limits(task.architecture)
+    most_tensor = choices.max_tensor if "tensor" in limits.axes else 1
+    return replace(choices, limits=limits, max_tensor=most_tensor, context=False)
 
 
 Step = tuple[Change, TrainingTask, SearchSpace]

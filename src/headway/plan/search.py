@@ -22,7 +22,7 @@ from headway.plan.memory import memory
 from headway.plan.settings import Mesh, Settings
 from headway.plan.stages import blocks_of_ranks, stage_counts
 from headway.plan.step import cut_stages, end_times
-from headway.plan.task import RUNNABLE, SearchSpace, TrainingTask
+from headway.plan.task import SearchSpace, TrainingTask, trainer_limits
 
 Rank = Literal["time", "cost"]
 RECOMPUTED = ("none", "attention", "selective", "except-attention", "full")
@@ -121,17 +121,18 @@ def _search(
     ordered = [(bounds.of(replace(settings, recompute="none") if least else settings), settings) for settings in cut]
     ordered.sort(key=lambda pair: pair[0])
     best, unfit, estimated = _estimate_best(task, costs, ordered, rank, keep, choices)
-    if best and not RUNNABLE.allows(best[0].settings):
+    limits = trainer_limits(task.architecture)
+    if best and not limits.allows(best[0].settings):
         # the best of a kind may hide a runnable plan of the same kind
-        runnable = [pair for pair in ordered if RUNNABLE.allows(pair[1])]
+        runnable = [pair for pair in ordered if limits.allows(pair[1])]
         more_plans, _, more_estimated = _estimate_best(task, costs, runnable, rank, 1, choices)
         best += [plan for plan in more_plans if all(plan.settings != other.settings for other in best)]
         # of plans as fast as the best, one that runs is the best: on a context axis alone, all ZeRO stages are
         as_fast = (1 + ROUNDING) * _price(best[0], rank)
-        best.sort(key=lambda plan: _price(plan, rank) > as_fast or not RUNNABLE.allows(plan.settings))
+        best.sort(key=lambda plan: _price(plan, rank) > as_fast or not limits.allows(plan.settings))
         estimated += more_estimated
     plans = tuple(
-        RankedPlan(plan, _reason(plan, best[0], rank, costs), RUNNABLE.allows(plan.settings)) for plan in best
+        RankedPlan(plan, _reason(plan, best[0], rank, costs), limits.allows(plan.settings)) for plan in best
     )  # fmt: skip
     return SearchResult(plans, len(ordered), unfit, estimated)
 

@@ -60,7 +60,7 @@ AXES = tuple(item.name for item in fields(Mesh))
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Parse `shard=4,tensor=2`; missing axes are 1."""
+    """Parse `shard=4,tensor=2`; missing axes are 1, but for shard, of which `expert` is a part."""
     sizes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, size = (piece.strip() for piece in part.partition("="))
@@ -74,6 +74,8 @@ def parse_mesh(text: str) -> Mesh:
         if name in sizes:
             raise UsageError(f"--mesh {text}: {name} is given twice")
         sizes[name] = int(size)
+    if "shard" not in sizes and "context" not in sizes:
+        sizes["shard"] = sizes.get("expert", 1)
     return Mesh(**sizes)
 
 

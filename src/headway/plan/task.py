@@ -1,7 +1,7 @@
 """Inputs of a search: the training task, the limits of a trainer, and the search space."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headway.hardware import precision
 from headway.plan.architecture import Architecture
@@ -81,6 +81,13 @@ RUNNABLE = TrainerLimits(
     conflict=schedule_conflict,
 )
 """What this version's trainer supports; the single source of truth."""
+
+
+def trainer_limits(arch: Architecture) -> TrainerLimits:
+    """Return what the trainer supports for a model: no tensor axis with experts or latent attention."""
+    if not (arch.experts or arch.latent):
+        return RUNNABLE
+    return replace(RUNNABLE, axes=tuple(axis for axis in RUNNABLE.axes if axis != "tensor"))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from headway.recipe.assignment import Assignment, ParityTrial, SpikeReference, SuspectElement
 from headway.recipe.changes import CHANGEABLE, changed_keys, check_resumable
 from headway.recipe.faults import Fault, FaultPlan
-from headway.recipe.load import load_recipe, nearest_keys, to_toml, with_settings
+from headway.recipe.load import load_recipe, nearest_keys, to_toml, with_mesh, with_settings
 from headway.recipe.lora import Lora
 from headway.recipe.model import Model, ModelLayout
 from headway.recipe.schema import Checkpoint, Data, Eval, Parallel, Recipe, Store, Train
@@ -31,5 +31,6 @@ __all__ = [
     "load_recipe",
     "nearest_keys",
     "to_toml",
+    "with_mesh",
     "with_settings",
 ]

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from headway.errors import RecipeError, plural, suggest, what_is_wrong
 from headway.recipe.families import MODEL_TYPES, families_with, family_names
 from headway.recipe.objective import KINDS
-from headway.recipe.schema import Recipe
+from headway.recipe.schema import Parallel, Recipe
 
 LIST_ALL = "headway recipe schema lists all"
 _BOUNDS = {
@@ -38,6 +38,14 @@ def load_recipe(file: Path, settings: Iterable[str] = ()) -> Recipe:
 def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     """Return the recipe with `key=value` settings applied."""
     return _with_settings(recipe.model_dump(), {}, settings, default_origin="recipe")
+
+
+def with_mesh(recipe: Recipe, mesh: Parallel, named: str) -> Recipe:
+    """Return the recipe with another section [parallel]; an error says that what is `named` is to blame."""
+    try:
+        return Recipe.model_validate(recipe.model_dump() | {"parallel": mesh.model_dump()})
+    except ValidationError as error:
+        raise _explain(error, {}, named, named) from None
 
 
 def _with_settings(

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from headway.agent import new_run, resume_run
-from headway.agent.launch.prepare import idle_settings, new_positions, nodes_before
-from headway.errors import StateError, UsageError
+from headway.agent.launch.prepare import check_unfinished, idle_settings, new_positions, nodes_before
+from headway.errors import RunError, StateError, UsageError
 from headway.hardware import Devices
 from headway.recipe import Recipe
 from headway.state.object_store import ObjectStore
@@ -63,6 +63,13 @@ def test_run_does_not_start_with_a_bucket_that_is_missing(recipe, tmp_path: Path
 def test_a_run_knows_whether_it_is_exact(recipe, tmp_path: Path, stated: dict[str, Any], saved: bool) -> None:
     run = new_run(recipe(stated), tmp_path, workers=1).folder
     assert read_recipe(run).inference.exact is saved
+
+
+def test_fewer_steps_than_are_done_are_refused_with_both_numbers(recipe, tmp_path: Path) -> None:
+    run = new_run(recipe(), tmp_path, workers=1).folder
+    with pytest.raises(RunError, match=r"is at step 67 already, and train\.steps is 40"):
+        check_unfinished(run, 67, 40)
+    check_unfinished(run, 39, 40)
 
 
 def record_start(run: RunFolder, number: int, workers: int, **more: Any) -> None:

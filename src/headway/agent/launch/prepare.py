@@ -29,7 +29,7 @@ from headway.errors import (
 )
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
-from headway.recipe import Data, FaultPlan, Parallel, Recipe, changed_keys, check_resumable, with_settings
+from headway.recipe import Data, FaultPlan, Parallel, Recipe, changed_keys, check_resumable, with_mesh, with_settings
 from headway.recipe.exact_by_default import with_exactness
 from headway.recipe.find_own_code import check_class
 from headway.recipe.objective import CustomObjective
@@ -163,7 +163,7 @@ def resume_run(
     checkpoint, skipped = newest_checkpoint(run, events, new)
     manifest = open_address(checkpoint).manifest if checkpoint else None
     step = manifest.step if manifest else 0
-    _check_unfinished(run, step, new.train.steps)
+    check_unfinished(run, step, new.train.steps)
     starts = [event for event in events if event["kind"] == "attempt"]
     workers_before = manifest.workers if manifest else starts[-1]["workers"] if starts else None
     count = count_workers(stated, workers, workers_before or default_workers(available))
@@ -219,7 +219,7 @@ def _changed_recipe(run: RunFolder, old: Recipe, settings: list[str], mesh: Para
     """Return the recipe with changed settings, with the data that the run began with."""
     new = with_settings(old, settings)
     if mesh is not None:
-        new = new.model_copy(update={"parallel": mesh})
+        new = with_mesh(new, mesh, "--mesh")
     root = run.path.parent.parent if is_set_aside(run) else run.path.parent
     reached = summarize(run).step
     saved = new.checkpoint.store is not None or bool(list_checkpoints(run.checkpoints))
@@ -235,9 +235,15 @@ def _changed_recipe(run: RunFolder, old: Recipe, settings: list[str], mesh: Para
     return new
 
 
-def _check_unfinished(run: RunFolder, step: int, steps: int) -> None:
+def check_unfinished(run: RunFolder, step: int, steps: int) -> None:
     """Raise RunError if a run has nothing left to do after a step."""
-    if step >= steps:
+    if step > steps:
+        raise RunError(
+            f"run {run.name} is at step {step:,} already, and train.steps is {steps:,}",
+            hint=f"leave train.steps out: {run.command('resume')}",
+            usage=True,
+        )
+    if step == steps:
         raise RunError(
             f"run {run.name} has finished {'its only step' if step == 1 else f'all of its {step:,} steps'}",
             hint=f"{run.command('resume', f'--set train.steps={2 * step}')} continues it",

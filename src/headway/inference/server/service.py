@@ -27,6 +27,9 @@ class Overloaded(HeadwayError):
 class Draining(HeadwayError):
     """The server is about to end."""
 
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down", hint="try another one")
+
 
 @dataclass
 class Timings:
@@ -74,7 +77,7 @@ class EngineService:
     ) -> AsyncIterator[TextOutput]:
         """Yield a request's outputs as they come. If the coroutine ends before, its blocks are freed at once."""
         if self.draining:
-            raise Draining("the server is shutting down", hint="try another one")
+            raise Draining
         limits = self.engine.engine.limits
         if self.open >= self.max_waiting + limits.max_sequences:
             raise Overloaded(f"{self.open} requests are waiting or running", hint="try again in a moment")
@@ -95,6 +98,10 @@ class EngineService:
                     raise output
                 left -= output.output.finish is not None
                 yield output
+        except asyncio.CancelledError:
+            if self.draining:  # by the end of the server, which does not wait any longer
+                raise Draining from None
+            raise
         finally:
             self.open -= 1
             self._commands.put(lambda: self._abort(request_id))
