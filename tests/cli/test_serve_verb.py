@@ -65,24 +65,20 @@ def test_mistakes_in_a_command_are_a_sentence_and_a_hint(words: list[str], messa
     assert hint in (error.hint or "")
 
 
-def test_a_process_that_is_told_to_end_before_it_is_ready_was_interrupted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "error"), [(True, KeyboardInterrupt), (False, WorkerError)])
+def test_a_process_that_is_told_to_end_while_it_starts_was_interrupted(
+    tmp_path: Path, asked: bool, error: type[BaseException]
+) -> None:
+    """One that another process ends has failed."""
     (tmp_path / "loading.py").write_text("import signal\nprint('{}', flush=True)\nsignal.pause()\n")
-    with (
-        pytest.raises(KeyboardInterrupt),
-        model_process("loading", "server", {}, cwd=tmp_path) as running,
-    ):
-        next(running.messages())
-        running.end()
 
+    def run() -> None:
+        with model_process("loading", "server", {}, cwd=tmp_path) as running:
+            next(running.messages())
+            (running.end if asked else running.process.terminate)()
 
-def test_a_process_that_another_one_kills_has_failed(tmp_path: Path) -> None:
-    (tmp_path / "loading.py").write_text("import signal\nprint('{}', flush=True)\nsignal.pause()\n")
-    with (
-        pytest.raises(WorkerError, match="the server process failed with signal 15"),
-        model_process("loading", "server", {}, cwd=tmp_path) as running,
-    ):
-        next(running.messages())
-        running.process.terminate()
+    with pytest.raises(error):
+        run()
 
 
 def test_an_adapter_that_is_not_there_is_named_with_its_option(tmp_path: Path) -> None:
