@@ -1,16 +1,20 @@
 """Runs in exact mode: what a trainer refuses, and that it trains as without."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from headway.agent import new_run
 from headway.errors import ModelError, RecipeError
 from headway.models import empty_decoder, init_weights
 from headway.models.exact import make_exact
 from headway.parallel import World, parallelize_model
 from headway.parallel.objective import DeviceBatch, SumScale
 from headway.parallel.world import Axis
+from headway.recipe.exactness import check_exactness
 from headway.recipe.load import parse_recipe
-from headway.train.trainable_model import check_exact
+from headway.train.trainable_model import check_exact_mesh
 
 EXACT = {"inference.exact": True}
 
@@ -19,19 +23,19 @@ def test_meshes_that_split_sums_are_refused(recipe) -> None:
     for axis in ("tensor", "pipeline", "context"):
         world = World(0, 2, torch.device("cpu"), axes={axis: Axis(2)})
         with pytest.raises(ModelError, match=f"replicate and shard axes only, and this one has {axis}"):
-            check_exact(recipe(EXACT), world)
+            check_exact_mesh(world)
         with pytest.raises(RecipeError, match=r"inference\.exact needs a mesh of replicate and shard axes only"):
             recipe(EXACT | {f"parallel.{axis}": 2})
-    check_exact(recipe(EXACT), World(0, 2, torch.device("cpu"), axes={"shard": Axis(2)}))
+    check_exact_mesh(World(0, 2, torch.device("cpu"), axes={"shard": Axis(2)}))
 
 
 def test_other_precisions_and_compiled_blocks_are_refused(recipe) -> None:
     half = recipe(EXACT | {"train.dtype": "bfloat16"})
-    with pytest.raises(ModelError, match=r"on a CPU is for float32, not bfloat16"):
-        check_exact(half, World(0, 1, torch.device("cpu")))
-    with pytest.raises(ModelError, match=r"on a GPU is for bfloat16, not float32"):
-        check_exact(recipe(EXACT), World(0, 1, torch.device("cuda")))
-    check_exact(half, World(0, 1, torch.device("cuda")))
+    with pytest.raises(RecipeError, match=r"on a CPU is for float32, not bfloat16"):
+        check_exactness(half, "cpu")
+    with pytest.raises(RecipeError, match=r"on a GPU is for bfloat16, not float32"):
+        check_exactness(recipe(EXACT), "cuda")
+    check_exactness(half, "cuda")
     assert recipe({}).compiles("cuda")
     assert not recipe(EXACT).compiles("cuda")
     with pytest.raises(RecipeError, match=r"needs train\.compile = false"):
@@ -49,11 +53,10 @@ def test_runs_train_as_without_exact_mode(lab, recipe, settings) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
-@pytest.mark.slow
-def test_a_family_that_is_not_exact_ends_the_run_with_its_name(lab, recipe) -> None:
-    result = lab.train(recipe(EXACT | {"model.family": "gemma2", "model.window": 16, "train.restarts": 0}), workers=1)
-    assert result.outcome.state == "failed"
-    assert "exact mode does not support gemma2 yet" in result.outcome.reason
+def test_a_family_that_is_not_exact_is_refused_before_a_run_folder_is_made(recipe, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="exact mode does not support gemma2 yet"):
+        new_run(recipe(EXACT | {"model.family": "gemma2", "model.window": 16}), tmp_path / "runs", workers=1)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_passes_plan_attention_by_the_documents_of_the_host() -> None:

@@ -27,27 +27,20 @@ def trainable_model(recipe: Recipe, world: World) -> tuple[nn.Module, frozenset[
         base = base_names(model)
     freeze(model, recipe.train)
     if recipe.inference.exact:
-        check_exact(recipe, world)
+        check_exact_mesh(world)
         make_exact(model, world.device, getattr(torch, recipe.train.dtype))
     if world.size > 1:
         check_ties(model, recipe.model.layout)
     return model, base
 
 
-def check_exact(recipe: Recipe, world: World) -> None:
-    """Raise ModelError if the plan or the precision excludes exact inference."""
+def check_exact_mesh(world: World) -> None:
+    """Raise ModelError if the plan's mesh excludes exact inference."""
     split = [axis for axis in ("pipeline", "context", "tensor", "expert") if world.axis(axis).size > 1]
     if split:
         raise ModelError(
             f"inference.exact needs a mesh of replicate and shard axes only, and this one has {', '.join(split)}",
             hint=f"--set parallel.{split[0]}=1",
-        )
-    needed = "bfloat16" if world.device.type == "cuda" else "float32"
-    if recipe.train.dtype != needed:
-        raise ModelError(
-            f"inference.exact on a {'GPU' if world.device.type == 'cuda' else 'CPU'} is for {needed}, "
-            f"not {recipe.train.dtype}",
-            hint=f"--set train.dtype={needed}",
         )
 
 

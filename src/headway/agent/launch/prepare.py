@@ -30,7 +30,7 @@ from headway.errors import (
 from headway.hardware import Devices, devices
 from headway.plan.trainer import stated_mesh
 from headway.recipe import Data, FaultPlan, Parallel, Recipe, changed_keys, check_resumable, with_mesh, with_settings
-from headway.recipe.exact_by_default import with_exactness
+from headway.recipe.exactness import check_exactness, with_exactness
 from headway.recipe.find_own_code import check_class
 from headway.recipe.objective import CustomObjective
 from headway.state import list_checkpoints
@@ -90,6 +90,7 @@ def new_run(
     recipe = resolve_recipe(recipe, root)
     available = on or devices(recipe.train.device)
     recipe = with_exactness(recipe, available.kind)
+    check_exactness(recipe, available.kind)
     branch = branch_point(root, origin) if origin else None
     checkpoint, workers_before = (None, None) if branch is None else (branch.checkpoint, branch.workers)
     default = workers_before or default_workers(available)
@@ -156,6 +157,7 @@ def resume_run(
     old = _recipe_to_resume(run)
     new = _changed_recipe(run, old, settings, mesh)
     available = on or devices(new.train.device)
+    check_exactness(new, available.kind)
     old_plan = read_plan(run)
     stated = new if old_plan is None else unplanned(new, old_plan)
     check_axes(stated)

@@ -1,13 +1,18 @@
-"""Whether a run computes in exact mode if its recipe leaves `inference.exact` open."""
+"""Which runs compute in exact mode if their recipe leaves `inference.exact` open, and which cannot."""
 
 from typing import Literal
 
+from headway.errors import RecipeError
 from headway.recipe.families.llama import LlamaLike
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.schema import Recipe
 
 FAMILIES = ("llama", "mistral", "phi3", "smollm3")
 """Those whose cost is known: dense ones that the engine's fused kernels run."""
+EXACT_FAMILIES = (*FAMILIES, "mixtral", "olmo2", "qwen3_moe")
+"""All that exact mode takes."""
+PRECISIONS = {"cpu": "float32", "cuda": "bfloat16"}
+"""That of products, by kind of device."""
 HEADS = (64, 128)
 """Sizes of heads that kernels of exact mode take on GPUs."""
 MULTIPLE = 16
@@ -23,6 +28,25 @@ def with_exactness(recipe: Recipe, device: Literal["cpu", "cuda"]) -> Recipe:
         return recipe
     exact = device == "cuda" and isinstance(recipe.objective, PolicyGradient) and _takes(recipe)
     return recipe.model_copy(update={"inference": recipe.inference.model_copy(update={"exact": exact})})
+
+
+def check_exactness(recipe: Recipe, device: Literal["cpu", "cuda"]) -> None:
+    """Raise RecipeError if a run in exact mode has a family or a precision that it does not take."""
+    if not recipe.inference.exact:
+        return
+    if recipe.model.family not in EXACT_FAMILIES:
+        raise RecipeError(
+            f"exact mode does not support {recipe.model.family} yet",
+            hint="it knows llama, mistral, qwen2, qwen3, smollm3, phi3, olmo2, mixtral and qwen3_moe: leave "
+            "inference.exact out",
+        )
+    needed = PRECISIONS[device]
+    if recipe.train.dtype != needed:
+        where = "CPU" if device == "cpu" else "GPU"
+        raise RecipeError(
+            f"inference.exact on a {where} is for {needed}, not {recipe.train.dtype}",
+            hint=f"--set train.dtype={needed}",
+        )
 
 
 def _takes(recipe: Recipe) -> bool:

@@ -7,9 +7,10 @@ import torch
 
 from headway.kernels import exact_products, rms_norm
 from headway.models import empty_decoder
-from headway.models.exact import HEADS, make_exact
-from headway.recipe import Recipe, exact_by_default
-from headway.recipe.exact_by_default import with_exactness
+from headway.models.exact import EXACT_DECODERS, HEADS, make_exact
+from headway.models.families import DECODERS
+from headway.recipe import Recipe, exactness
+from headway.recipe.exactness import with_exactness
 from headway.recipe.load import parse_recipe
 
 MODEL: dict[str, Any] = {"layers": 2, "dim": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab_size": 512}
@@ -27,7 +28,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     return parse_recipe(merged, {}, "test")
 
 
-def test_policies_in_bfloat16_on_a_gpu_are_exact_by_default_and_nothing_else() -> None:
+def test_policies_in_bfloat16_on_a_gpu_are_exactness_and_nothing_else() -> None:
     assert with_exactness(recipe(), "cuda").inference.exact is True
     assert with_exactness(recipe(), "cpu").inference.exact is False
     supervised = {key: value for key, value in RL.items() if key not in ("rl", "objective")}
@@ -75,10 +76,12 @@ def test_what_it_takes_is_exact(sections: dict[str, dict[str, Any]]) -> None:
 
 
 def test_limits_are_those_of_the_kernels() -> None:
-    assert exact_by_default.HEADS == HEADS
-    assert exact_by_default.MULTIPLE == exact_products.MULTIPLE
-    assert exact_by_default.WIDEST == rms_norm.MAX_WIDTH
-    for family in exact_by_default.FAMILIES:
+    assert exactness.HEADS == HEADS
+    assert exactness.MULTIPLE == exact_products.MULTIPLE
+    assert exactness.WIDEST == rms_norm.MAX_WIDTH
+    taken = {family for family, decoder in DECODERS.items() if issubclass(decoder, EXACT_DECODERS)}
+    assert taken == set(exactness.EXACT_FAMILIES)
+    for family in exactness.FAMILIES:
         chosen = with_exactness(recipe(model={"family": family}), "cuda")
         assert chosen.inference.exact
         make_exact(empty_decoder(chosen.model, "meta"), torch.device("cuda"), torch.bfloat16)
