@@ -72,7 +72,8 @@ def test_parts_left_out_keep_their_precision_and_hold_no_codes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "on"), [("olmoe-7b", "h200x1"), ("llama3-8b-fp8", "h200x1"), ("long-context", "h200x2")]
+    ("name", "on"),
+    [("olmoe-7b", "h200x1"), ("llama3-8b-fp8", "h200x1"), ("long-context", "h200x2"), ("llama3.2-1b-128k", "h200x1")],
 )
 def test_recipes_of_experts_float8_and_long_sequences_are_runnable(name: str, on: str) -> None:
     recipe = load_recipe(ROOT / "recipes" / f"{name}.toml", ["model.vocab_size=32000"])
