@@ -68,6 +68,18 @@ def test_what_suspect_weights_sampled_is_discarded_and_nothing_else(tmp_path: Pa
     assert [*(tmp_path / "rollouts").iterdir()] == []
 
 
+def test_equal_scores_are_equal_files(tmp_path: Path) -> None:
+    files, columns = RolloutFiles(RunFolder(tmp_path)), {"proximal": np.ones((1, 3), np.float32)}
+    columns["reference"] = 2 * columns["proximal"]
+    (tmp_path / "rollouts").mkdir()
+    for share in range(20):
+        files.store_scores(HEADER, share, columns)
+    assert len({path.read_bytes() for path in (tmp_path / "rollouts").glob("*.safetensors")}) == 1
+    stored = files.read_scores(HEADER, 19, [*columns], (1, 3))
+    assert stored is not None
+    assert all(np.array_equal(stored[name], values) for name, values in columns.items())
+
+
 def test_a_finished_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
     files = RolloutFiles(RunFolder(tmp_path))
     batch = RolloutBatch(HEADER, 12, tuple(random_rollouts(0, 5, 20)))
