@@ -1,6 +1,7 @@
 """A loop of one's own over a policy: the bits of `headway train`, exact states, and what it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,13 +181,47 @@ def test_wrong_calls_are_refused(data: Path, tmp_path: Path, monkeypatch: pytest
         with pytest.raises(RequestError, match="but the model takes"):
             client.sample(["long " * 100])
         before = weights(client)
-        client.forward_backward(answers, [float("nan"), 1.0])
-        with pytest.raises(
-            RunError, match="step 1: the loss is nan and the norm of its gradients nan: nothing is updated"
-        ):
+        client.forward_backward(answers, [-1.0, 1.0])
+        next(client.model.parameters()).grad.fill_(torch.nan)
+        with pytest.raises(RunError, match=r"step 1: the loss is .* norm of its gradients nan: nothing is updated"):
             client.optim_step()
         assert all(torch.equal(before[name], tensor) for name, tensor in weights(client).items())
         assert client.step == 0
+
+
+def test_values_that_cannot_be_meant_are_refused_with_the_value(data: Path, tmp_path: Path) -> None:
+    with client_of(policy_recipe(data), tmp_path) as client:
+        answers = client.sample(client.prompts(1), n=2)
+        unscorable = [answers[0], replace(answers[1], score=replace(answers[1].score, reward=np.nan))]
+        for call, message in [
+            (lambda: client.sample("say a"), "prompts is a text: give a list of them"),
+            (lambda: client.sample(["say a"], n=0), "n is 0, not a whole number of at least 1"),
+            (lambda: client.prompts(0), "count is 0, not a whole number"),
+            (lambda: client.prompts("say a"), "count is 'say a', not a whole number"),
+            (lambda: client.advantages(unscorable), "the reward of answer 1 is nan, not a finite number"),
+            (lambda: client.forward_backward([], []), "there are no answers to train on"),
+            (lambda: client.forward_backward(answers, [1.0, np.nan]), "the advantage of answer 1 is nan"),
+            (lambda: client.forward_backward(answers, [1, 1], weights=[np.inf, 1]), "the weight of answer 0 is inf"),
+            (lambda: client.optim_step(lr=-0.1), "lr is -0.1, not a finite number of at least 0"),
+            (lambda: client.optim_step(lr=np.nan), "lr is nan"),
+        ]:
+            with pytest.raises(RunError, match=message):
+                call()
+        assert client.sample(client.prompts(np.int64(1)), n=1)
+
+
+def test_a_closed_client_is_refused(data: Path, tmp_path: Path) -> None:
+    with client_of(policy_recipe(data), tmp_path) as client:
+        answers = client.sample(client.prompts(1), n=2)
+    client.close()
+    for call in [
+        client.prompts, lambda: client.prompt("say a"), lambda: client.sample(["say a"]),
+        lambda: client.advantages(answers), lambda: client.logprobs(answers),
+        lambda: client.forward_backward(answers, [1.0, -1.0]), client.optim_step, client.save_state,
+        lambda: client.load_state(tmp_path),
+    ]:  # fmt: skip
+        with pytest.raises(RunError, match="the client of run client is closed"):
+            call()
 
 
 def test_only_policies_are_taken(recipe, tmp_path: Path) -> None:

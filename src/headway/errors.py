@@ -147,9 +147,10 @@ _WANTED = {
 def suggest(word: str, names: Iterable[str], lists_all: str) -> str:
     """Return a hint for an unknown name: the nearest ones, at most three, and what lists all."""
     names = list(dict.fromkeys(names))
-    near = difflib.get_close_matches(word.strip().lower(), names, n=3, cutoff=0.5)
+    by_lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(word.strip().lower(), by_lower, n=3, cutoff=0.6)
     if near:
-        return f"did you mean {' or '.join(near)}?  ({lists_all})"
+        return f"did you mean {' or '.join(by_lower[name] for name in near)}?  ({lists_all})"
     return f"one of {', '.join(names)}" if len(names) <= FEW else lists_all
 
 

@@ -125,6 +125,7 @@ class PolicyClient:
         self._at = self._parts.start
         self._own = 0
         self._passed = list[_Pass]()
+        self._closed = False
 
     # -- sampling
 
@@ -140,7 +141,8 @@ class PolicyClient:
 
     def prompts(self, count: int | None = None) -> list[SamplePrompt]:
         """Return the next prompts of the dataset, in the order of the recipe; by default `train.batch` of them."""
-        count = self.recipe.train.batch_at(self.step + 1) if count is None else count
+        self._check_open()
+        count = self.recipe.train.batch_at(self.step + 1) if count is None else _count("count", count)
         draw = self._feed.order.next(self._at.cursor, count)
         self._at = replace(self._at, cursor=draw.cursor)
         pairs = zip(draw.samples, draw.prompts, strict=True)
@@ -150,6 +152,7 @@ class PolicyClient:
         self, content: str | Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None
     ) -> SamplePrompt:
         """Return a prompt of your own: the user's text or messages, and fields for rewards and environments."""
+        self._check_open()
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         engine = self._feed.sampler(self.step).engine
         text = render_chat(engine.loaded, messages) if engine.loaded.chat_template else str(content)
@@ -162,8 +165,11 @@ class PolicyClient:
     ) -> list[Rollout]:
         """Return `n` answers to each prompt by the weights of now, scored by the recipe's rewards: by default
         `rl.samples` of them. The answers to a prompt follow each other."""
+        self._check_open()
+        if isinstance(prompts, str):
+            raise RunError("prompts is a text: give a list of them", hint='client.sample(["..."])')
+        count = self._rl.samples if n is None else _count("n", n)
         drawn = [self.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        count = self._rl.samples if n is None else n
         requests = [AnswerRequest(each.prompt, each.sample, answer) for each in drawn for answer in range(count)]
         rollouts = self._feed.sampled(requests, self.step, greedy=greedy)
         by_key = {(rollout.sample, rollout.answer): rollout for rollout in rollouts}
@@ -172,6 +178,8 @@ class PolicyClient:
     def advantages(self, answers: Sequence[Rollout]) -> list[FloatArray]:
         """Return the advantages of scored answers' tokens, as the recipe's objective computes them of their groups: the
         same for all tokens of an answer, but for REINFORCE++."""
+        self._check_open()
+        _check_finite("the reward", [answer.score.reward for answer in answers if answer.score is not None])
         groups, rows, taken_off = groups_of(answers, self._rl), self._feed.rows, None
         if self._policy.kl_in == "reward" and rows.logprobs_needed:
             packed = rows.pack([rollout for group in groups for rollout in group.rollouts])
@@ -183,6 +191,7 @@ class PolicyClient:
     def logprobs(self, answers: Sequence[Rollout]) -> list[Floats]:
         """Return the trainer's log-probabilities of each answer's tokens, by the weights of now; 0 for tokens that the
         model did not write."""
+        self._check_open()
         packed = self._feed.rows.pack(answers)
         values = self._feed.rows.logprobs(PROXIMAL, packed)
         values = np.where(packed.batch.labels != MASKED, values, np.float32(0))
@@ -203,10 +212,15 @@ class PolicyClient:
         0 where `rl.if_reward_fails` or `rl.mask_truncated` leaves one out. `proximal`, what `logprobs` returned before
         an earlier update, is what ratios compare with; by default the weights of now.
         """
+        self._check_open()
+        if not answers:
+            raise RunError("there are no answers to train on", hint="client.sample(client.prompts()) samples some")
         if not len(answers) == len(advantages) == len(answers if weights is None else weights):
             raise RunError(
                 f"{len(answers)} answers, but {len(advantages)} advantages", hint="one advantage and weight per answer"
             )
+        _check_finite("the advantage", advantages)
+        _check_finite("the weight", () if weights is None else weights)
         groups = groups_of(answers, self._rl)
         if weights is None:
             weights = _by_answer(answers, groups, [weights_of(group, self._rl).tolist() for group in groups])
@@ -227,6 +241,9 @@ class PolicyClient:
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
         """Update the weights with the gradients of all `forward_backward` since the last update; return the norm of the
         gradients and the learning rate, by default that of the recipe at this step."""
+        self._check_open()
+        if lr is not None and not 0 <= lr < math.inf:
+            raise RunError(f"lr is {lr:g}, not a finite number of at least 0")
         if not self._passed:
             raise RunError("there are no gradients to update the weights with", hint="call forward_backward first")
         parts, train, step = self._parts, self.recipe.train, self.step + 1
@@ -279,6 +296,7 @@ class PolicyClient:
         """Write a checkpoint of safetensors, by default into the run, and return its folder: weights, the optimizer's
         state, the place in the order of prompts, and random numbers. `headway checkpoint`, `eval` and `serve` take it.
         """
+        self._check_open()
         if self._passed:
             raise RunError("there are gradients that no update has used", hint="call optim_step before save_state")
         parts = self._parts
@@ -302,6 +320,7 @@ class PolicyClient:
     def load_state(self, checkpoint: str | Path) -> None:
         """Continue from a checkpoint that `save_state` or a run of the same model has written; gradients are
         forgotten."""
+        self._check_open()
         parts, state = self._parts, open_checkpoint(Path(checkpoint))
         if state.manifest.data_version != parts.data_version:
             raise StateError(
@@ -317,14 +336,35 @@ class PolicyClient:
 
     def close(self) -> None:
         """End the processes of rewards and environments, and the record."""
+        self._closed = True
         self._feed.close()
         self._recorder.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RunError(f"the client of run {self.run.name} is closed", hint="make another PolicyClient")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _count(name: str, value: int) -> int:
+    """Return a number of prompts or answers; raise RunError unless it is positive."""
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise RunError(f"{name} is {value!r}, not a whole number of at least 1")
+    return int(value)
+
+
+def _check_finite(name: str, values: Sequence[float | FloatArray]) -> None:
+    """Raise RunError with the first of the answers' values that is not finite."""
+    for place, value in enumerate(values):
+        numbers = np.asarray(value, dtype=np.float64)
+        if not np.isfinite(numbers).all():
+            wrong = numbers[~np.isfinite(numbers)].flat[0]
+            raise RunError(f"{name} of answer {place} is {wrong:g}, not a finite number")
 
 
 def _by_token(advantage: float | FloatArray, answer: Rollout) -> FloatArray:

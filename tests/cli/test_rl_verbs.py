@@ -20,7 +20,11 @@ from headway.rl.rollout import AnswerScore, Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, to_lines
 from headway.track import START, RunFolder, create_run, write_json
 
-TRACEBACK = 'Traceback (most recent call last):\n  File "own.py", line 3, in exact\nKeyError: "target"\n'
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "own.py", line 3, in exact\n'
+    f"    return exact({'a' * 60})\n           ~~~~~{'^' * 62}\n"
+    'KeyError: "target"\n'
+)
 REWARDS = [{"name": "regex", "weight": 1.0, "args": {"pattern": "[0-9]+"}}, {"name": "json", "weight": 0.5}]
 
 
@@ -105,7 +109,9 @@ def test_samples_show_the_last_batch_with_rewards_and_advantages(make_run, monke
     assert " +0.87  answer 0: reward 1 (regex 1, json 0), stop, 5 tokens" in lines
     assert " -0.87  answer 1: reward 0 (regex 0, json 0), stop, 5 tokens" in lines
     assert "     0  answer 0: reward 1 (regex 1, json 0), stop, 5 tokens" in lines
-    assert "failed  Traceback (most recent call last):\\n" in lines
+    assert "failed  Traceback (most recent call last):" in lines
+    code = lines.index(f"            return exact({'a' * 55}")
+    assert lines[code + 1 : code + 3] == ["        aaaaa)", '        KeyError: "target"'], "and no carets"
     assert '        KeyError: "target"' in lines
 
 

@@ -10,7 +10,10 @@ from headway.recipe.find_own_code import check_class
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text("raise SystemExit('imported')\nclass Loss:\n    pass\n")
+    (tmp_path / "mine.py").write_text(
+        "raise SystemExit('imported')\nclass Loss:\n    pass\n"
+        "async def co(answer):\n    return 1.0\n@made_plain\nasync def plain(answer):\n    return 1.0\n"
+    )
     (tmp_path / "wrong.py").write_text("class Loss(\n\n")
     (tmp_path / "several").mkdir()
     (tmp_path / "several" / "__init__.py").write_text("from several.inner import Other\n")
@@ -22,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["mine:Loss", "several:Other", "several.inner:Other"])
+@pytest.mark.parametrize("name", ["mine:Loss", "mine:plain", "several:Other", "several.inner:Other"])
 def test_a_class_that_is_there_is_accepted(folder: Path, name: str) -> None:
     check_class(name, "objective.class")
 
@@ -31,6 +34,7 @@ def test_a_class_that_is_there_is_accepted(folder: Path, name: str) -> None:
     ("name", "message", "hint"),
     [
         ("mine:Los", "mine.py has no Los", "did you mean Loss"),
+        ("mine:co", "co of .*mine.py is async", "a reward is a plain function"),
         ("mine.inner:Loss", "mine.py is no package", "for example mine:Loss"),
         ("several.outer:Other", "there is no .*several/outer.py", "check the name of the module"),
         ("wrong:Loss", "wrong.py:1 is no Python", "was never closed"),

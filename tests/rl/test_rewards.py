@@ -19,6 +19,7 @@ from headway.rl.rewards.countdown import countdown_reward, value_of
 from headway.rl.rewards.json_format import has_shape, json_reward
 from headway.rl.rewards.math_answer import math_reward
 from headway.rl.rewards.regex import regex_reward
+from headway.rl.scorer_process import score
 
 
 def answer(text: str, **fields: Any) -> Answer:
@@ -102,7 +103,20 @@ def test_a_missing_field_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(DataError, match="no field 'answer'") as raised:
         math_reward(answer("7", answers="7"))
     assert raised.value.hint is not None
-    assert "answers" in raised.value.hint
+    assert raised.value.hint == "did you mean answers?  (headway data show lists them)"
+
+
+def test_a_field_of_another_name_is_not_suggested_for_a_missing_one() -> None:
+    with pytest.raises(DataError) as raised:
+        answer("7", target=1).field("tests")
+    assert raised.value.hint == "one of target"
+
+
+def test_an_error_of_a_reward_is_one_sentence_without_doubled_parentheses() -> None:
+    (failed,) = score([(math_reward, {})], [0], answer("7", answers="7"))
+    assert failed["error"] == (
+        "the prompt's row has no field 'answer'; did you mean answers?  (headway data show lists them)"
+    )
 
 
 PIECES = st.sampled_from(

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.data.loader import MASKED
-from headway.errors import RunError, WorkerError
+from headway.errors import RecipeError, RunError, WorkerError
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
-from headway.rl.groups import advantages_of, chosen, failure_note, groups_of, metrics_of, shares
+from headway.rl.groups import advantages_of, chosen, failure_note, groups_of, metrics_of, refuse_if_all_failed, shares
 from headway.rl.packing import best_fit, pack_answers, per_answer, per_token, token_divergences
 from headway.rl.rollout import AnswerScore, Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, from_lines, to_lines
@@ -66,6 +66,18 @@ def test_what_suspect_weights_sampled_is_discarded_and_nothing_else(tmp_path: Pa
     assert files.unfinished() == {}
     files.discard(0)
     assert [*(tmp_path / "rollouts").iterdir()] == []
+
+
+def test_equal_scores_are_equal_files(tmp_path: Path) -> None:
+    files, columns = RolloutFiles(RunFolder(tmp_path)), {"proximal": np.ones((1, 3), np.float32)}
+    columns["reference"] = 2 * columns["proximal"]
+    (tmp_path / "rollouts").mkdir()
+    for share in range(20):
+        files.store_scores(HEADER, share, columns)
+    assert len({path.read_bytes() for path in (tmp_path / "rollouts").glob("*.safetensors")}) == 1
+    stored = files.read_scores(HEADER, 19, [*columns], (1, 3))
+    assert stored is not None
+    assert all(np.array_equal(stored[name], values) for name, values in columns.items())
 
 
 def test_a_finished_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -333,3 +345,19 @@ def test_failed_rewards_are_told_with_their_number_and_the_first_reason() -> Non
     reason = "the reward of 2 of 4 answers failed, and {}: KeyError: 'a'"
     assert failure_note(groups_of(failed, rl()), rl()) == reason.format("it counts as 0")
     assert failure_note(groups_of(failed, leave_out), leave_out) == reason.format("they are left out")
+
+
+@pytest.mark.parametrize("policy", ["zero", "leave-out"])
+def test_a_reward_that_failed_for_every_answer_is_refused(policy: str) -> None:
+    section = Rl(rewards=["math", "regex"], if_reward_fails=policy)
+    errors = ["regex: a\nmath: Traceback\n  File\nKeyError: 'a'", "math: its process ended", "math: b"]
+    failed = [rollout(0, answer, error=error) for answer, error in enumerate(errors)]
+    with pytest.raises(RecipeError, match="math failed for all 3 answers of the first batch: KeyError: 'a'") as raised:
+        refuse_if_all_failed(groups_of(failed, section), section, "headway rl samples R --step 1 --failed")
+    assert raised.value.hint == "headway rl samples R --step 1 --failed; a reward may return 0 itself"
+
+
+@pytest.mark.parametrize("errors", [[None, "math: a"], ["math: a", "regex: a"], []])
+def test_rewards_of_which_each_gave_some_value_are_not_refused(errors: list[str | None]) -> None:
+    section = Rl(rewards=["math", "regex"])
+    refuse_if_all_failed(groups_of([rollout(0, n, error=e) for n, e in enumerate(errors)], section), section, "")

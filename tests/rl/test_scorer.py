@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
 from eventually import eventually
 from headway.errors import HeadwayError, WorkerError
@@ -275,6 +277,17 @@ def test_values_are_checked() -> None:
     ]:  # fmt: skip
         with pytest.raises(HeadwayError, match=words):
             checked(value)
+
+
+@pytest.mark.parametrize("scalar", [torch.tensor(0.5, requires_grad=True), np.array(0.5), np.float32(0.5)])
+def test_scalars_of_array_libraries_are_numbers(scalar: Any) -> None:
+    assert checked(scalar) == 0.5
+
+
+@pytest.mark.parametrize("value", [torch.tensor([0.5]), np.array("0.5"), torch.tensor(1j), torch.Tensor])
+def test_other_values_of_array_libraries_are_no_numbers(value: Any) -> None:
+    with pytest.raises(HeadwayError, match="which is no number"):
+        checked(value)
 
 
 def test_long_tracebacks_are_shortened() -> None:

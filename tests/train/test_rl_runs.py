@@ -215,7 +215,10 @@ def test_rewards_that_fail_are_told_and_the_run_goes_on(policy: str, lab, make_r
     assert all(event["failed"] > 0 for event in lived.events("step"))
     said = [event for event in lived.events("log") if "answers failed" in event["message"]]
     assert [event.get("notice", False) for event in said] == [True, False]
-    assert "headway rl samples" in said[0]["message"]
+    for step, event in enumerate(said, start=1):
+        assert event["message"].endswith(
+            f"; {lived.run.command('rl samples', f'--step {step}', '--failed')} shows them"
+        )
 
 
 @pytest.mark.slow
@@ -229,13 +232,15 @@ def test_a_run_stops_with_one_sentence_where_its_recipe_says_so(lab, make_recipe
 
 
 @pytest.mark.slow
-def test_a_reward_that_hangs_costs_its_time_limit(lab, make_recipe) -> None:
-    lived = lab.train(make_recipe(reward="forever", reward_timeout_s=0.2, samples=2, train={"steps": 1, "batch": 2}))
-    assert lived.outcome.state == "finished", lived.outcome
+def test_a_run_whose_first_rewards_all_hang_stops_after_their_time_limit(lab, make_recipe) -> None:
+    lived = lab.train(make_recipe(reward="forever", reward_timeout_s=0.2, samples=2, train={"steps": 2, "batch": 2}))
+    assert lived.outcome.state == "failed"
     assert all(rollout.score.error for rollout in rollouts_of(lived))
-    why, so = [event["message"] for event in lived.events("log")]
-    assert "took longer than rl.reward_timeout_s = 0.2 and was stopped" in why
-    assert "loss 0 is expected here" in so
+    assert "forever failed for all 4 answers of the first batch: " in lived.outcome.reason
+    assert "took longer than rl.reward_timeout_s = 0.2 and was stopped" in lived.outcome.reason
+    assert "rl samples" in lived.outcome.hint
+    assert lived.ways_on == []
+    assert lived.events("step") == []
 
 
 @pytest.mark.slow

@@ -106,7 +106,15 @@ def _answer_lines(sampled: SampledGroup, place: int, rollout: Rollout, *, full: 
         yield Text(" " * INDENT + line, style="bold")
     yield from _block("", rollout.text, "", full=full)
     if score is not None and score.error is not None:
-        yield from _block("failed", score.error.rstrip(), "red", full=True)
+        yield from _traceback(score.error)
+
+
+def _traceback(error: str) -> Iterator[Text]:
+    """Yield an error's lines; without its marks below code, which a line that is broken leaves somewhere else."""
+    lines = [line for line in error.splitlines() if line.strip(" ^~") or not line.strip()]
+    pieces = [piece for line in lines for piece in visible_lines(line, columns() - INDENT)]
+    for position, piece in enumerate(pieces):
+        yield Text.assemble((f"{'failed' if position == 0 else '':{INDENT}}", "bold"), (piece, "red"))
 
 
 def _block(label: str, text: str, style: str, *, full: bool) -> Iterator[Text]:

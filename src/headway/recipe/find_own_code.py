@@ -65,14 +65,21 @@ def _check_defines(file: Path, name: str, what: str) -> None:
     except (SyntaxError, UnicodeDecodeError) as error:
         line = getattr(error, "lineno", None) or 1
         raise RecipeError(f"{what}: {file}:{line} is no Python", hint=str(error)) from None
-    names = set[str]()
+    names, coroutines = set[str](), set[str]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        if isinstance(node, ast.AsyncFunctionDef) and not node.decorator_list:  # a decorator may make it plain
+            coroutines.add(node.name)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
+    if name in coroutines - names:
+        raise RecipeError(
+            f"{what}: {name} of {file} is async, and nothing awaits it",
+            hint="a reward is a plain function, an environment or a loss a class: write def, not async def",
+        )
     if name not in names and "*" not in names and "__getattr__" not in names:
         defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
         hint = suggest(name, defined, f"look into {file}") if defined else f"{file} defines no class and no function"

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from headway.errors import WorkerError, plural
+from headway.errors import RecipeError, WorkerError, plural
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
 from headway.rl.advantages import (
@@ -84,6 +84,20 @@ def failure_note(groups: Sequence[Group], rl: Rl) -> str | None:
     fate = "they are left out" if rl.if_reward_fails == "leave-out" else "it counts as 0"
     reason = errors[0].strip().splitlines()[-1]
     return f"the reward of {len(errors)} of {plural(len(rollouts), 'answer')} failed, and {fate}: {reason}"
+
+
+def refuse_if_all_failed(groups: Sequence[Group], rl: Rl, show: str) -> None:
+    """Raise RecipeError if one reward, or the environment, failed for every answer; `show` is the command that prints
+    the answers."""
+    scores = [rollout.score for group in groups for rollout in group.rollouts if rollout.score is not None]
+    errors = [score.error or "" for score in scores]
+    for name in (*(term.name for term in rl.rewards), ENVIRONMENT):
+        if errors and all(any(line.startswith(f"{name}: ") for line in error.splitlines()) for error in errors):
+            reason = errors[0].strip().splitlines()[-1]
+            raise RecipeError(
+                f"{name} failed for all {plural(len(errors), 'answer')} of the first batch: {reason}",
+                hint=f"{show}; a reward may return 0 itself",
+            )
 
 
 def chosen(groups: Sequence[Group], rl: Rl, count: int) -> list[Group]:

@@ -176,7 +176,7 @@ class RolloutFiles:
         """Store log-probabilities of a step's share of a batch durably."""
         path = self._scores_path(header.step, share)
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(save(dict(columns), metadata=_identity(header)))
+        temporary.write_bytes(_sorted(save(dict(columns), metadata=_identity(header))))
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -283,6 +283,14 @@ def _rows(text: str) -> Iterator[dict[str, Any]]:
 
 def _identity(header: BatchHeader) -> dict[str, str]:
     return {key: str(value) for key, value in asdict(header).items()}
+
+
+def _sorted(file: bytes) -> bytes:
+    """Return a safetensors file with the keys of its header in order: `save` writes those of its metadata in any."""
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = json.dumps(json.loads(file[8:end]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + file[end:]
 
 
 def _header_of(lines: Sequence[Mapping[str, Any]]) -> BatchHeader | None:

@@ -136,7 +136,7 @@ def result(term: int, call: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"term": term, "value": call()}
     except HeadwayError as error:
-        return {"term": term, "error": error.message if error.hint is None else f"{error.message} ({error.hint})"}
+        return {"term": term, "error": error.message if error.hint is None else f"{error.message}; {error.hint}"}
     except BaseException as error:  # SystemExit of a library ends no scoring either
         return {"term": term, "error": _shorten(_trace(error))}
 

@@ -23,7 +23,17 @@ from headway.parallel import ParallelModel, World
 from headway.parallel.objective import DeviceBatch
 from headway.recipe import Recipe
 from headway.recipe.policy import PolicyGradient
-from headway.rl.groups import Group, advantages_of, chosen, failure_note, groups_of, metrics_of, shares, weights_of
+from headway.rl.groups import (
+    Group,
+    advantages_of,
+    chosen,
+    failure_note,
+    groups_of,
+    metrics_of,
+    refuse_if_all_failed,
+    shares,
+    weights_of,
+)
 from headway.rl.packing import PackedAnswers
 from headway.rl.rollout import Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, from_lines, to_lines
@@ -371,8 +381,11 @@ class RolloutFeed:
     def _learn(self, batch: RolloutBatch, step: int) -> list[_Lesson]:
         """Return what each step of a batch learns from; all workers together."""
         sampled = groups_of(batch.rollouts, self._rl)
+        show = self._run.command("rl samples", f"--step {step}", "--failed")
+        if step == 1:
+            refuse_if_all_failed(sampled, self._rl, show)
         if (note := failure_note(sampled, self._rl)) is not None:
-            self._notify("failed", f"step {step}: {note} (headway rl samples {self._run.path.name} --failed)")
+            self._notify("failed", f"step {step}: {note}; {show} shows them")
         groups = chosen(sampled, self._rl, self._recipe.train.batch * self._rl.updates)
         parts = shares(groups, self._rl.updates)
         packed = [self.rows.pack(_answers(part)) for part in parts]

@@ -14,10 +14,11 @@ MOST_REWARD = 1e9
 
 def checked(value: Any) -> float:
     """Return a reward as a float; raise HeadwayError with the value if it is no number or not finite."""
-    if not isinstance(value, numbers.Real):
+    scalar = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value  # of any library
+    if not isinstance(scalar, numbers.Real):
         raise HeadwayError(f"returned {shown(value)}, which is no number")
     try:
-        number = float(value)
+        number = float(scalar)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
