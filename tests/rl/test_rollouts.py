@@ -354,7 +354,10 @@ def test_a_reward_that_failed_for_every_answer_is_refused(policy: str) -> None:
     failed = [rollout(0, answer, error=error) for answer, error in enumerate(errors)]
     with pytest.raises(RecipeError, match="math failed for all 3 answers of the first batch: KeyError: 'a'") as raised:
         refuse_if_all_failed(groups_of(failed, section), section, "headway rl samples R --step 1 --failed")
-    assert raised.value.hint == "headway rl samples R --step 1 --failed; a reward may return 0 itself"
+    assert (
+        raised.value.hint
+        == "headway rl samples R --step 1 --failed; a reward may return 0 itself; only a new run scores them again"
+    )
 
 
 @pytest.mark.parametrize("errors", [[None, "math: a"], ["math: a", "regex: a"], []])

@@ -96,7 +96,7 @@ def refuse_if_all_failed(groups: Sequence[Group], rl: Rl, show: str) -> None:
             reason = errors[0].strip().splitlines()[-1]
             raise RecipeError(
                 f"{name} failed for all {plural(len(errors), 'answer')} of the first batch: {reason}",
-                hint=f"{show}; a reward may return 0 itself",
+                hint=f"{show}; a reward may return 0 itself; only a new run scores them again",
             )
 
 
