@@ -211,7 +211,8 @@ def _useful(ledger: Ledger, peak: str) -> list[str]:
         counted = "attention counted in full: it is not causal"
     elif ledger.mfu_full_attention is not None:
         counted = f"causal attention counted half; {ledger.mfu_full_attention:.1%} counting full attention"
-    return [*lines, f"MFU: {ledger.mfu:.1%} during steps, {counted}"]
+    when = "during steps without generation" if ledger.accounts["generation"] else "during steps"
+    return [*lines, f"MFU: {ledger.mfu:.1%} {when}, {counted}"]
 
 
 def _plan(check: PlanCheck | None, ledger: Ledger) -> list[str]:
