@@ -95,7 +95,8 @@ def _text(
     if len(ledger.attempts) > 1:
         lines += ["attempts:", *(_attempt(attempt) for attempt in ledger.attempts)]
     wrapped = [part for line in lines for part in _wrap(line)]
-    follow_up = folder.command("metrics", "--key loss") if summary.step else folder.command("logs")
+    key = "loss" if summary.reward is None else "reward"
+    follow_up = folder.command("metrics", f"--key {key}") if summary.step else folder.command("logs")
     return [*wrapped, f"next: {follow_up}"]
 
 
