@@ -52,9 +52,12 @@ def test_sandbox_is_reported_with_what_is_missing(
 ) -> None:
     monkeypatch.setattr("headway.cli.doctor.why_no_sandbox", lambda: "the kernel allows no user namespaces")
     status, out, _ = run(monkeypatch, capsys, "--sandbox")
-    assert (status, out) == (0, "sandbox: cannot be built: the kernel allows no user namespaces\n")
-    _, out, _ = run(monkeypatch, capsys, "--sandbox", "--json")
+    assert (status, out) == (1, "sandbox: cannot be built: the kernel allows no user namespaces\n")
+    status, out, _ = run(monkeypatch, capsys, "--sandbox", "--json")
+    assert status == 1
     assert json.loads(out)["sandbox"] == {"works": False, "why": "the kernel allows no user namespaces"}
+    monkeypatch.setattr("headway.cli.doctor.why_no_sandbox", lambda: None)
+    assert run(monkeypatch, capsys, "--sandbox")[:2] == (0, "sandbox: works\n")
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ def test_an_unfinished_batch_shows_the_reward_that_stopped_the_run(make_run) -> 
             part.add(each)
     done = headway("rl", "samples", "policy", "--failed")
     assert "batch of step 2, unfinished: 1 group, 4 answers" in done.stdout
+    assert "group 0, sample 2, prompt 102, batch not finished" in done.stdout
     assert 'KeyError: "target"' in done.stdout
     assert "batch of step 1:" in headway("rl", "samples", "policy", "--step", 1).stdout
 

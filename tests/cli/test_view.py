@@ -1,14 +1,18 @@
 """The live view and the plain lines, fed with events whose story is known."""
 
 import io
+import json
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from headway.agent import new_run
 from headway.cli.text import count, duration
-from headway.cli.view import LivePanel, LiveStatus, PlainLines, open_view, stopping_line
+from headway.cli.view import LivePanel, LiveStatus, PlainLines, RecordTail, open_view, stopping_line
+from headway.track import Header, Record, RunFolder, account, record_path
+from headway.track.accounts import SPANS
 
 SECOND = 1_000_000_000
 FACTS = {
@@ -25,6 +29,11 @@ def steps(first: int, last: int) -> list[dict]:
         }
         for n in range(first, last + 1)
     ]  # fmt: skip
+
+
+def span(name: str, begin: float, end: float) -> list[dict]:
+    times = (("begin", begin), ("end-span", end))
+    return [{"kind": kind, "name": name, "t": round(t * SECOND)} for kind, t in times]
 
 
 class Source:
@@ -53,12 +62,48 @@ def test_speed_mfu_and_time_left_follow_the_last_steps() -> None:
 
 
 def test_largest_overhead_is_shown() -> None:
-    spans = [
-        {"kind": "begin", "name": "startup", "t": 0}, {"kind": "end-span", "name": "startup", "t": 2 * SECOND},
-        {"kind": "begin", "name": "checkpoint", "t": 0}, {"kind": "end-span", "name": "checkpoint", "t": 3 * SECOND},
-    ]  # fmt: skip
+    spans = [*span("startup", -5, -3), *span("checkpoint", -3, 0)]
     assert standing_after(spans).largest_overhead == ("checkpoint stall", 3.0)
     assert standing_after([*spans, FACTS, *steps(1, 40)]).largest_overhead == ("data stall", pytest.approx(4.0))
+
+
+def test_overheads_of_a_policy_are_those_of_the_report() -> None:
+    """A wait for data of 8 s has 1 s of weight sync, 5 s of generation with 0.5 s of checkpoint, and 1 s of scoring."""
+    generate = span("generate", 1.5, 6.5)
+    worker = [
+        *span("startup", -1, 0),
+        *span("sync", 0.5, 1.5), generate[0], *span("checkpoint", 2, 2.5), generate[1], *span("score", 7, 8),
+        {"kind": "step", "step": 1, "t": 11 * SECOND, "data": 8 * SECOND, "compute": 3 * SECOND,
+         "checkpoint": SECOND // 4, "reward": 0.5, "tokens": 1000},
+        *span("evaluation", 11, 13),
+    ]  # fmt: skip
+    agent = [
+        {"kind": "attempt", "t": 0, "workers": 1, "device": "cpu"},
+        {"kind": "end", "t": 14 * SECOND, "outcome": "finished"},
+    ]
+    headers = (Header(1, "agent", wall=100.0, boot="one"), Header(1, "rank-0", wall=101.0, mono=SECOND, boot="one"))
+    ledger = account([Record(header, events) for header, events in zip(headers, (agent, worker), strict=True)])
+    reported = {name: ledger.accounts[name] for name in SPANS.values()} | {"data stall": ledger.accounts["data stall"]}
+    status = standing_after(worker)
+    assert status.overhead_ns == {name: ns for name, ns in reported.items() if ns}
+    assert status.largest_overhead == ("generation", 4.5)
+
+
+def test_mfu_of_a_policy_says_that_it_has_generation() -> None:
+    policy = [step | {"reward": 0.5} for step in steps(1, 40)]
+    assert standing_after([FACTS, *policy]).numbers().endswith("MFU 50% with generation")
+    assert standing_after([FACTS, *steps(1, 40)]).numbers().endswith("MFU 50%")
+
+
+def test_spans_of_the_agent_are_not_the_first_workers(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.events.mkdir()
+    for process, seconds in (("agent", 9), ("rank-0", 2)):
+        lines = [json.dumps(event) for event in span("startup", 0, seconds)]
+        record_path(run.events, 1, process).write_text("\n".join(lines) + "\n")
+    status = LiveStatus()
+    status.follow(RecordTail(run, 1))
+    assert status.largest_overhead == ("start-up", 2.0)
 
 
 def test_non_finite_loss_is_reported() -> None:

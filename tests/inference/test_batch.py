@@ -82,7 +82,7 @@ def test_answers_are_the_model_s_and_an_interrupted_file_is_completed(
         ([{"prompt": [5] * 93}], r"in.jsonl:1: the prompt has 93 tokens and max_tokens is 8, but the model takes 100"),
         ([{}], r"in.jsonl:1 needs either a prompt or messages"),
         ([{"prompt": "x", "params": {"temperature": -1}}], r"in.jsonl:1: params: temperature: "),
-        ([{"prompt": "x", "params": {"temprature": 1}}], r"in.jsonl:1: unknown parameter 'temprature'"),
+        ([{"prompt": "x", "params": {"temprature": 1}}], r"in.jsonl:1: params: unknown parameter 'temprature'"),
         ([{"messages": [{"role": "user", "content": "x"}]}], r"in.jsonl:1: tiny has no chat template"),
     ],
 )

@@ -272,6 +272,12 @@ def test_wrong_requests_are_the_client_s_fault(served: Served, path: str, body: 
     assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), answer.text
 
 
+def test_an_error_names_the_sampling_parameter(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        served.client.completions.create(model="tiny", prompt="x", temperature=-1)
+    assert raised.value.param == "temperature"
+
+
 def test_bodies_that_are_no_json_or_too_large_are_refused(served: Served) -> None:
     answer = httpx.post(f"{served.url}/v1/completions", content=b"{nonsense", headers=JSON)
     assert (answer.status_code, "not JSON" in answer.text) == (400, True)

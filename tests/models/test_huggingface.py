@@ -20,7 +20,7 @@ from headway.models import Decoder, empty_decoder, init_weights, load_into, read
 from headway.recipe import Model
 from headway.recipe.huggingface import read_model
 from headway.state.tensors import load_weights
-from headway.track import RunFolder
+from headway.track import RunFolder, create_run
 from lazy_imports import transformers
 
 SHAPE = {
@@ -221,6 +221,14 @@ def test_a_recipe_starts_from_what_was_imported(tmp_path: Path, dtype: torch.dty
     load_weights(Path(model.init), decoder)
     with torch.no_grad():
         torch.testing.assert_close(decoder(tokens()), hf_model(tokens()).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_recipe_does_not_start_from_the_path_of_a_runs_folder(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "runs", "m", "m")
+    run.recipe_file.write_text("{}")
+    with pytest.raises(ModelError, match="is the path of a run's folder") as raised:
+        resolve_model(Model(init=str(run.path)), tmp_path / "runs")
+    assert raised.value.hint == "give the run's name, m, with --runs or HEADWAY_RUNS if it lies elsewhere"
 
 
 def test_an_imported_run_cannot_be_resumed(tmp_path: Path) -> None:

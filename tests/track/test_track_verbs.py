@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from headway.cli.compare import compare
 from headway.cli.diff import diff
 from headway.cli.logs import logs
 from headway.cli.metrics import metrics
@@ -35,7 +36,7 @@ from headway.track import (
 )
 
 app = typer.Typer()
-for verb in (runs, report, metrics, logs, diff):
+for verb in (runs, report, metrics, logs, diff, compare):
     app.command()(verb)
 
 S = 10**9
@@ -103,6 +104,39 @@ def test_runs_lists_newest_first(tmp_path):
     assert lines[1].split()[-1] == "00:00:20"
     assert widest(lines) <= 80
     assert [(row["name"], row["state"], row["step"]) for row in rows] == [("two", "running", 5), ("one", "finished", 3)]
+
+
+def make_policy(root: Path, name: str) -> RunFolder:
+    """Two steps of one worker, with a second of generation before each, that end with a reward of 0.5."""
+    run = create_run(root, "demo", name)
+    with Recorder(record_path(run.events, 1, "agent"), process="agent", attempt=1, clock=lambda: 0) as agent:
+        agent.event("attempt", at=0, workers=1, device="cpu", from_step=0, recipe_changes={})
+        agent.event("end", at=9 * S, outcome="finished", reason="done")
+    with Recorder(record_path(run.events, 1, "rank-0"), process="rank-0", attempt=1, clock=lambda: 0) as worker:
+        worker.event("facts", at=0, flops_per_token=60, peak_flops=1e4, peak_source="made up", total_steps=2)
+        for step, reward in ((1, 0.25), (2, 0.5)):
+            times = {"data": 2 * S, "compute": S}
+            worker.event("begin", at=(4 * step - 3) * S, name="generate")
+            worker.event("end-span", at=(4 * step - 2) * S, name="generate")
+            worker.event("step", at=4 * step * S, step=step, loss=0.0, reward=reward, tokens=100, **times)
+    return run
+
+
+def test_policy_runs_are_listed_reported_and_compared_by_reward(tmp_path):
+    for name in ("policy", "second", "third"):
+        make_policy(tmp_path, name)
+    make_run(tmp_path, "plain")
+    rows = {line.split()[0]: line for line in call(tmp_path, "runs").output.splitlines()}
+    assert "reward 0.500" in rows["policy"]
+    assert "0.0000" not in rows["policy"]
+    assert "4.0000" in rows["plain"]
+    text = call(tmp_path, "report", "policy").output
+    assert text.splitlines()[-1].startswith("next: headway metrics policy --key reward ")
+    assert "MFU: 30.0% during steps without generation, " in text
+    assert "next: headway metrics plain --key loss " in call(tmp_path, "report", "plain").output
+    for names, key in (("policy second third", "reward"), ("policy second plain", "loss")):
+        lines = call(tmp_path, "compare", *names.split()).output
+        assert f"next: headway metrics {names} --key {key}" in " ".join(lines.split())
 
 
 def test_report_shows_the_ledger(tmp_path):

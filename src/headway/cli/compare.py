@@ -11,7 +11,7 @@ from headway.cli.options import Json, Runs, complete_run
 from headway.cli.run_sync import say_which
 from headway.cli.text import columns, next_line, print_json, printable, shortened, wrap_lines
 from headway.errors import UsageError
-from headway.track import RunFolder, command, find_run, read_run, runs_root
+from headway.track import RunFolder, command, find_run, read_run, runs_root, summarize
 from headway.track.differences import read_conditions
 from headway.track.own_code import code_file
 from headway.track.store.comparison import OUTCOMES, SPEEDS, ManyComparison, Outcome, compare_many, read_outcomes
@@ -64,7 +64,8 @@ def compare(
 def _next(root: Any, folders: Sequence[RunFolder]) -> str:
     if len(folders) == 2:
         return command(root, "diff", *(folder.name for folder in folders))
-    return command(root, "metrics", *(folder.name for folder in folders[:3]), "--key loss")
+    key = "loss" if any(summarize(folder).reward is None for folder in folders) else "reward"
+    return command(root, "metrics", *(folder.name for folder in folders[:3]), f"--key {key}")
 
 
 def _lines(comparison: ManyComparison) -> list[str]:

@@ -50,7 +50,10 @@ def doctor(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Check storage, network, an engine or the sandbox before a run."""
+    """Check storage, network, an engine or the sandbox before a run.
+
+    Exits with 1 if the sandbox cannot be built.
+    """
     _check(network, with_, listen)
     if storage is None and not network and engine is None and not sandbox:
         raise UsageError("nothing to check", hint="use --storage PATH, --network, --engine slurm|ray or --sandbox")
@@ -73,10 +76,12 @@ def doctor(
         lines += [""] * bool(lines) + text
     if json:
         print_json(document)
-        return
-    print("\n".join(lines))
-    if storage is not None or network or engine is not None:
-        print(f"next: {_next(storage, with_) if engine is None else f'headway nodes --engine {engine}'}")
+    else:
+        print("\n".join(lines))
+        if storage is not None or network or engine is not None:
+            print(f"next: {_next(storage, with_) if engine is None else f'headway nodes --engine {engine}'}")
+    if sandbox and not document["sandbox"]["works"]:
+        raise typer.Exit(1)
 
 
 def _check(network: bool, with_: str | None, listen: str | None) -> None:

@@ -95,7 +95,8 @@ def _text(
     if len(ledger.attempts) > 1:
         lines += ["attempts:", *(_attempt(attempt) for attempt in ledger.attempts)]
     wrapped = [part for line in lines for part in _wrap(line)]
-    follow_up = folder.command("metrics", "--key loss") if summary.step else folder.command("logs")
+    key = "loss" if summary.reward is None else "reward"
+    follow_up = folder.command("metrics", f"--key {key}") if summary.step else folder.command("logs")
     return [*wrapped, f"next: {follow_up}"]
 
 
@@ -211,7 +212,8 @@ def _useful(ledger: Ledger, peak: str) -> list[str]:
         counted = "attention counted in full: it is not causal"
     elif ledger.mfu_full_attention is not None:
         counted = f"causal attention counted half; {ledger.mfu_full_attention:.1%} counting full attention"
-    return [*lines, f"MFU: {ledger.mfu:.1%} during steps, {counted}"]
+    when = "during steps without generation" if ledger.accounts["generation"] else "during steps"
+    return [*lines, f"MFU: {ledger.mfu:.1%} {when}, {counted}"]
 
 
 def _plan(check: PlanCheck | None, ledger: Ledger) -> list[str]:

@@ -50,7 +50,8 @@ def print_samples(
         console.print(line)
     for sampled in shown:
         console.print()
-        for text in _group_lines(sampled, decode, full=full, only_failed=only_failed):
+        unlearnt = "left out" if batch.finished else "batch not finished"
+        for text in _group_lines(sampled, decode, unlearnt, full=full, only_failed=only_failed):
             console.print(text)
     if of > len(shown):
         console.print(Text(f"\n{plural(of - len(shown), 'more group')}: --limit N, --group K or --json", style="dim"))
@@ -78,10 +79,13 @@ def _summary(batch: SampledBatch) -> Iterator[str]:
     )
 
 
-def _group_lines(sampled: SampledGroup, decode: Decode, *, full: bool, only_failed: bool) -> Iterator[Text]:
+def _group_lines(
+    sampled: SampledGroup, decode: Decode, unlearnt: str, *, full: bool, only_failed: bool
+) -> Iterator[Text]:
+    """Yield a group; `unlearnt` says why no step learns from it, if none does."""
     first = sampled.group.rollouts[0]
-    learnt = f", step {sampled.step}" if sampled.step is not None else ", left out"
-    yield Text(f"group {sampled.number}, sample {first.sample}, prompt {first.prompt}{learnt}", style="bold")
+    learnt = unlearnt if sampled.step is None else f"step {sampled.step}"
+    yield Text(f"group {sampled.number}, sample {first.sample}, prompt {first.prompt}, {learnt}", style="bold")
     yield from _block("prompt", decode(first.prompt_ids), "dim", full=full)
     for place, rollout in enumerate(sampled.group.rollouts):
         if not only_failed or failed(rollout):

@@ -33,6 +33,8 @@ def run_table(rows: Sequence[RunRow]) -> list[str]:
 def _cells(row: RunRow) -> tuple[str, ...]:
     summary = row.summary
     loss = "-" if summary.loss is None else f"{summary.loss:.4f}"
+    if summary.reward is not None:  # of a policy, whose loss is about 0 however good it is
+        loss = f"reward {summary.reward:.3f}"
     on = "-" if summary.workers is None else f"{summary.workers} {summary.device}"
     return (summary.name, summary.state, _step(row), loss, on, _date(summary.started), duration(summary.seconds))
 

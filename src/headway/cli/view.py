@@ -76,6 +76,8 @@ class LiveStatus:
     scored_what: str = "reference log-probabilities"
     _step_in_trouble: int = 0
     _open: dict[str, int] = field(default_factory=dict)
+    _spans: list[tuple[int, int]] = field(default_factory=list)
+    """Beginnings and ends of the spans since the last step, without those inside others."""
     _losses: LossMonitor = field(default_factory=LossMonitor)
 
     def follow(self, records: "RecordTail") -> None:
@@ -98,7 +100,7 @@ class LiveStatus:
                 self.last = event
                 self._roll_back(event["step"] - 1)
                 self.recent.append((event["t"], event["tokens"]))
-                self._add_overhead("data stall", event["data"])
+                self._add_waits(event)
                 divergence = self._losses.add(event["step"], event.get("loss"))
                 if divergence is not None:
                     self.notices.append(divergence.text)
@@ -111,6 +113,7 @@ class LiveStatus:
             case "attempt":
                 self._roll_back(event.get("from_step", self.step))
                 self._open.clear()  # spans of an attempt that was cut short never end
+                self._spans.clear()
                 self.recent.clear()
             case "log" if event.get("notice"):
                 self.notices.append(event["message"])
@@ -135,13 +138,26 @@ class LiveStatus:
             case "begin":
                 self._open[event["name"]] = event["t"]
             case "end-span" if event["name"] in self._open:
-                account = SPANS.get(event["name"])
-                if account:
-                    self._add_overhead(account, event["t"] - self._open.pop(event["name"]))
+                begin, end = self._open.pop(event["name"]), event["t"]
+                if event["name"] in SPANS:
+                    self._add_overhead(SPANS[event["name"]], end - begin - self._in_spans(begin, end))
+                    self._spans = [span for span in self._spans if span[0] < begin] + [(begin, end)]
 
     def _roll_back(self, step: int) -> None:
         """Forget evaluations of later steps, which are done again."""
         self.evaluations = {at: value for at, value in self.evaluations.items() if at <= step}
+
+    def _add_waits(self, step: dict[str, Any]) -> None:
+        """Add what a step waited for: for data outside spans, such as of generation, and for the copy of a save."""
+        data_end = step["t"] - step["compute"]
+        data_begin = data_end - step["data"]
+        self._add_overhead("data stall", step["data"] - self._in_spans(data_begin, data_end))
+        self._add_overhead("checkpoint stall", step.get("checkpoint", 0))
+        self._spans = [span for span in self._spans if span[1] > step["t"]]
+
+    def _in_spans(self, begin: int, end: int) -> int:
+        """Return how long spans took between two times; each is in its own account, as in the report."""
+        return sum(max(0, min(end, last) - max(begin, first)) for first, last in self._spans)
 
     def _add_overhead(self, account: str, ns: int) -> None:
         self.overhead_ns[account] = self.overhead_ns.get(account, 0) + ns
@@ -189,7 +205,7 @@ class LiveStatus:
     @property
     def largest_overhead(self) -> tuple[str, float] | None:
         """The account that cost the first worker most, and its seconds."""
-        if not self.overhead_ns:
+        if not any(self.overhead_ns.values()):
             return None
         account = max(self.overhead_ns, key=lambda name: self.overhead_ns[name])
         return account, self.overhead_ns[account] / 1e9
@@ -212,7 +228,8 @@ class LiveStatus:
         if self.tokens_per_s is not None:
             parts.append(f"{count(self.tokens_per_s)} tokens/s")
         if self.mfu is not None:
-            parts.append(f"MFU {self.mfu:.0%}")
+            # The report's MFU is that during updates; tokens/s, and this, also have the time of the sampling.
+            parts.append(f"MFU {self.mfu:.0%}" + " with generation" * ("reward" in self.last))
         return "  ".join(parts)
 
 
@@ -233,15 +250,18 @@ class RecordTail:
 
     def _open(self, attempt: int) -> None:
         self._attempt = attempt
-        self._tails = [Tail(record_path(self._run.events, attempt, process)) for process in ("agent", "rank-0")]
+        self._agent, self._worker = (
+            Tail(record_path(self._run.events, attempt, process)) for process in ("agent", "rank-0")
+        )
 
     def poll(self) -> list[dict[str, Any]]:
-        """Return the events recorded since the last call."""
+        """Return the events recorded since the last call; without the agent's spans, which have another clock."""
         try:
             over = record_path(self._run.events, self._attempt + 1, "agent").exists()
         except OSError:  # its file system is not there now
             return []
-        events = [event for tail in self._tails for event in tail.poll()]
+        events = [event for event in self._agent.poll() if event["kind"] not in ("begin", "end-span")]
+        events += self._worker.poll()
         if over:
             self._open(self._attempt + 1)
             events += self.poll()
@@ -335,7 +355,8 @@ class LivePanel:
             lines += [row, *(Text(line) for line in fill_lines(status.numbers().split("  "), self._width))]
         if status.largest_overhead:
             account, seconds = status.largest_overhead
-            lines.append(Text(f"largest overhead: {account} {seconds:.1f} s", style="dim"))
+            whose = " of rank 0" if status.workers > 1 else ""
+            lines.append(Text(f"largest overhead: {account} {seconds:.1f} s{whose}", style="dim"))
         lines += [Text(notice, style="yellow") for notice in status.notices[-NOTICES:]]
         if stops_asked:
             lines.append(Text(stopping_line(stops_asked, status.step), style="yellow"))

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headway.errors import DataError, HeadwayError, RequestError, suggest, what_is_wrong
+from headway.errors import DataError, HeadwayError, RequestError, what_is_wrong
 from headway.inference.chat import render_chat
 from headway.inference.llm import LLM, Generated
 from headway.inference.load import ModelSource
@@ -142,14 +142,8 @@ def _read(request: BatchRequest) -> Iterator[InputLine]:
             raise DataError(f"{path}:{number} needs either a prompt or messages")
         try:
             SamplingParams(**{**request.params, **entry.params})
-        except ValidationError as error:
-            mistake = error.errors()[0]
-            name = str(mistake["loc"][0]) if mistake["loc"] else ""
-            if mistake["type"] == "extra_forbidden":
-                hint = suggest(name, SamplingParams.model_fields, "docs/inference.md has all")
-                raise DataError(f"{path}:{number}: unknown parameter {name!r}", hint=hint) from None
-            what = f"{name}: {what_is_wrong(mistake)}" if name else what_is_wrong(mistake)
-            raise DataError(f"{path}:{number}: params: {what}") from None
+        except RequestError as error:
+            raise DataError(f"{path}:{number}: params: {error.message}", hint=error.hint) from None
         yield entry
 
 

@@ -1,8 +1,18 @@
 """How a request is sampled: the parameters that the Python API, the server and the command line share."""
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from headway.errors import RequestError, suggest, what_is_wrong
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
@@ -69,6 +79,23 @@ class SamplingParams(BaseModel):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})")
         return self
+
+    @model_validator(mode="wrap")  # the last one, so that it is around the others
+    @classmethod
+    def _refuse(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Raise RequestError for a parameter that is unknown or has a wrong value; its facts have the name."""
+        try:
+            return validate(values)
+        except ValidationError as invalid:
+            mistake = invalid.errors()[0]
+        name = str(mistake["loc"][0]) if mistake["loc"] else None
+        if name is not None and mistake["type"] == "extra_forbidden":
+            hint = suggest(name, cls.model_fields, "docs/inference.md has all")
+            error = RequestError(f"unknown parameter {name!r}", hint=hint)
+        else:
+            error = RequestError(what_is_wrong(mistake) if name is None else f"{name}: {what_is_wrong(mistake)}")
+        error.facts = {"param": name}
+        raise error
 
     @property
     def logprob_temperature(self) -> float:

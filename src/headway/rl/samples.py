@@ -22,7 +22,7 @@ class SampledGroup:
     """In the batch, from 0."""
     group: Group
     step: int | None
-    """The step that learns from it; None if it is left out, or the batch is not finished."""
+    """The step that learns from it; None if dynamic sampling drops it, or the batch is not finished."""
     advantages: npt.NDArray[np.float64] | None
     """Of each answer; None without a step."""
     in_loss: tuple[bool, ...]

@@ -28,6 +28,8 @@ class RunSummary:
     device: str
     reason: str
     """Why the last attempt ended, as the agent recorded it."""
+    reward: float | None = None
+    """Mean reward of the answers that the last step learned from; None but for runs of reinforcement learning."""
 
 
 def summarize(run: RunFolder, *, locked: bool | None = None) -> RunSummary:
@@ -41,7 +43,7 @@ def summarize(run: RunFolder, *, locked: bool | None = None) -> RunSummary:
     agent_events = [event for record in agents for event in record.events]
     start = _last(agent_events, "attempt")
     end = _last(agents[-1].events, "end") if agents else {}
-    step, loss = _progress(leaders)
+    step, loss, reward = _progress(leaders)
     facts = _last([event for record in leaders for event in record.events], "facts")
     return RunSummary(
         name=run.name,
@@ -55,6 +57,7 @@ def summarize(run: RunFolder, *, locked: bool | None = None) -> RunSummary:
         workers=_count(start.get("workers")),
         device=str(start.get("device", "")),
         reason=str(end.get("reason", "")),
+        reward=reward,
     )
 
 
@@ -65,15 +68,15 @@ def _state(locked: bool, end: Event) -> RunState:
     return outcomes.get(end.get("outcome"), "interrupted")
 
 
-def _progress(leaders: list[Record]) -> tuple[int, float | None]:
-    """Return the last step that counts and the last loss, from rank 0 of each attempt."""
-    step, loss = 0, None
+def _progress(leaders: list[Record]) -> tuple[int, float | None, float | None]:
+    """Return the last step that counts, the last loss and the last reward, from rank 0 of each attempt."""
+    step, loss, reward = 0, None, None
     for record in leaders:
         for event in record.events:
             if event["kind"] in ("resumed", "step"):
                 step = _count(event.get("step")) or 0
-                loss = event.get("loss", loss)
-    return step, loss if isinstance(loss, float | int) else None
+                loss, reward = event.get("loss", loss), event.get("reward", reward)
+    return step, _number(loss), _number(reward)
 
 
 def _length_s(agent: Record, leader: Record) -> float:
@@ -95,6 +98,10 @@ def ends_of(run: RunFolder, attempt: int, process: str) -> Record:
 
 def _last(events: list[Event], kind: str) -> Event:
     return next((event for event in reversed(events) if event["kind"] == kind), {})
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, float | int) else None
 
 
 def _count(value: object) -> int | None:

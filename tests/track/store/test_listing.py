@@ -93,7 +93,7 @@ def test_index_follows_every_change(tmp_path):
 
 @pytest.mark.parametrize("damage", ["bytes", "schema", "rows", "folder"])
 def test_damaged_index_is_replaced_or_done_without(tmp_path, damage):
-    root, file = tmp_path / "runs", tmp_path / "cache" / "runs-1.sqlite"
+    root, file = tmp_path / "runs", tmp_path / "cache" / "runs-2.sqlite"
     make_runs(root)
     expected = read_rows(root, metrics=True)
     if damage == "bytes":

@@ -20,6 +20,7 @@ from headway.recipe.sample_tokens import with_sample_tokens
 from headway.state.address import is_in_store
 from headway.state.base_weights import base_digest
 from headway.state.peft import check_same_base, lora_of, read_adapter
+from headway.track import RunFolder
 from headway.track.hub import local_model
 
 VOCABULARY_MULTIPLE = 64
@@ -129,6 +130,11 @@ def resolve_model(model: Model, root: Path) -> Model:
         raise ModelError(
             f"model.init = {model.init!r} is a folder, but a custom class can only start from a run's weights",
             hint="model.init takes RUN or RUN@STEP; without it the class initializes its own weights",
+        )
+    if RunFolder(folder).recipe_file.is_file():
+        raise ModelError(
+            f"model.init = {model.init!r} is the path of a run's folder",
+            hint=f"give the run's name, {folder.resolve().name}, with --runs or HEADWAY_RUNS if it lies elsewhere",
         )
     if folder.is_dir():
         return _shaped(model, read_model(folder), str(folder.resolve()))

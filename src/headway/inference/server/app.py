@@ -311,7 +311,8 @@ async def _refused(_: Request, error: HeadwayError) -> JSONResponse:
     if isinstance(error, Draining):
         return JSONResponse(error_body(message, "server_error"), status_code=503, headers={"Retry-After": "5"})
     if isinstance(error, RequestError | ModelError):
-        return JSONResponse(error_body(message, "invalid_request_error"), status_code=400)
+        param = error.facts.get("param")
+        return JSONResponse(error_body(message, "invalid_request_error", param), status_code=400)
     return JSONResponse(error_body(message, "server_error"), status_code=500)
 
 

@@ -27,7 +27,7 @@ from headway.track.store.rows import RunRow, flatten
 from headway.track.store.series import metric_statistics
 from headway.track.store.view import MetricStats
 
-FORMAT = 1
+FORMAT = 2
 """The format written, in the name of the file: versions of Headway that write different ones have one each."""
 AT_A_TIME = 32
 """Runs whose metrics are read before they are stored."""

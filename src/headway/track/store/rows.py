@@ -16,7 +16,7 @@ class RunRow:
 
     folder: RunFolder
     summary: RunSummary
-    """Name, state, step, loss, attempts, start, duration, workers, device and why it ended."""
+    """Name, state, step, loss, reward, attempts, start, duration, workers, device and why it ended."""
     labels: Labels
     created: float
     """When the run was created, in Unix seconds."""
