@@ -28,18 +28,18 @@ def lengths(count: int, longest: int, seed: int) -> list[tuple[int, int]]:
     return [(1, rng.randint(1, longest)) for _ in range(count)]
 
 
-SHARES = [
-    pytest.param(7, 6, 16, (4, 2), id="sequences end in other runs than they begin in"),
-    pytest.param(1, 8, 32, (6, 2), id="one sequence in many runs"),
-    pytest.param(2, 20, 16, (2, 1), id="more runs than tiles"),
-    pytest.param(5, 1, 16, (2, 2), id="one run"),
-]
-
-
 @interpreted
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(("count", "runs", "page", "heads"), SHARES)
-def test_each_query_attends_to_all_keys_of_its_sequence(
+@pytest.mark.parametrize(
+    ("count", "runs", "page", "heads"),
+    [
+        pytest.param(5, 4, 16, (2, 1), id="sequences end in other runs than they begin in"),
+        pytest.param(1, 8, 32, (6, 2), id="one sequence in many runs"),
+        pytest.param(2, 20, 16, (2, 1), id="more runs than tiles"),
+        pytest.param(3, 1, 16, (2, 2), id="one run"),
+    ],
+)
+def test_each_query_attends_to_all_keys_of_its_sequence_and_no_cut_changes_the_bits_of_exact_mode(
     count: int, runs: int, page: int, heads: tuple[int, int]
 ) -> None:
     case = draw(lengths(count, 90, count), heads, 16, page, torch.float32)
@@ -48,23 +48,14 @@ def test_each_query_attends_to_all_keys_of_its_sequence(
         for row, length in zip(batch.tables_SP.tolist(), batch.lengths, strict=True):
             if length % page:
                 pages[row[length // page], length % page :] = float("nan")
-    out = even_attention(q, keys, values, batch.tile_list(*keys.shape[:2], runs), 0.25)
-    assert (out.double() - exact(case, 0.25, None, None, None)).abs().max() < 1e-5
-    assert len(whole) == count
-
-
-@interpreted
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(("count", "runs", "page", "heads"), SHARES)
-@pytest.mark.parametrize("pages", [1000, 0], ids=["cut at spans", "no room: cut between sequences"])
-def test_the_bits_are_those_of_exact_mode_however_tiles_are_shared_out(
-    count: int, runs: int, page: int, heads: tuple[int, int], pages: int
-) -> None:
-    case = draw(lengths(count, 90, 10 + count), heads, 16, page, torch.float32)
-    q, keys, values, batch, _ = case
-    tiles = share_out(batch.lengths_S, batch.tables_SP, pages, page, runs, exact=True)
+    wanted = exact(case, 0.25, None, None, None)
+    plain = even_attention(q, keys, values, batch.tile_list(*keys.shape[:2], runs), 0.25)
+    assert (plain.double() - wanted).abs().max() < 1e-5
+    tiles = share_out(batch.lengths_S, batch.tables_SP, *keys.shape[:2], runs, exact=True)
     out = even_attention(q, keys, values, tiles, 0.25)
+    assert (out.double() - wanted).abs().max() < 1e-5
     assert torch.equal(out, triton_attention(q, keys, values, batch, 0.25, exact=True))
+    assert len(whole) == count
 
 
 @interpreted
@@ -90,12 +81,12 @@ def test_runs_have_every_tile_once_begin_with_a_span_and_differ_by_no_more_than_
 @interpreted
 @pytest.mark.usefixtures("small_tiles")
 def test_pages_that_sequences_share_may_be_more_than_there_is_room_for() -> None:
-    whole = lists_of([320] * 4, page=16)
+    whole = lists_of([160] * 3, page=16)
     shared = PagedBatch(
-        whole.starts, whole.lengths, whole.starts_S1, whole.lengths_S, whole.tables_SP[:1].repeat(4, 1), whole.slots_T
+        whole.starts, whole.lengths, whole.starts_S1, whole.lengths_S, whole.tables_SP[:1].repeat(3, 1), whole.slots_T
     )
-    q, pages = torch.randn(4, 2, 16), torch.randn(2, 20, 16, 1, 16)
-    tiles = shared.tile_list(20, 16, 2, exact=True)
+    q, pages = torch.randn(3, 1, 16), torch.randn(2, 10, 16, 1, 16)
+    tiles = shared.tile_list(10, 16, 2, exact=True)
     assert set(tiles.cuts_R1.tolist()) <= set(tiles.firsts_S1.tolist())
     assert torch.equal(even_attention(q, *pages, tiles, 0.25), triton_attention(q, *pages, shared, 0.25, exact=True))
 
