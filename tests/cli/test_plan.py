@@ -14,6 +14,7 @@ from headway.agent.launch import resolve
 from headway.cli import plan as verb
 from headway.cli import plan_request
 from headway.cli.accuracy_view import short_source
+from headway.cli.plan_request import PlanOptions, load_request
 from headway.cli.plan_view import ERRORS
 from headway.errors import HeadwayError
 from headway.hardware import default_cluster, known_chip, load_cluster, parse_on
@@ -184,6 +185,13 @@ def test_mesh_of_the_recipe_is_used() -> None:
     cut = document(LLAMA, "--on", "h100x8x4", *(word for stage in stages for word in ("--set", stage)))["best"]
     assert (cut["mesh"]["shard"], cut["mesh"]["pipeline"], cut["schedule"]) == (16, 2, "interleaved")
     assert cut["stages"] == [9, 9, 9, 5]
+
+
+@pytest.mark.parametrize(("on", "exact"), [("h200x1", True), ("cpu", False)])
+def test_a_policy_is_planned_as_it_would_be_trained(on: str, exact: bool) -> None:
+    settings = ("objective.kind=grpo", 'rl.rewards=["math"]', "rl.max_tokens=64", "train.dtype=bfloat16")
+    options = PlanOptions(Path(QWEN), on, None, None, settings, *[None] * 3, "time", *[None] * 3, 1.0)
+    assert load_request(options).recipe.inference.exact is exact
 
 
 def test_custom_class_has_no_plan(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.data.loader import MASKED
-from headway.errors import RecipeError, RunError, WorkerError
+from headway.errors import RunError, WorkerError
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
-from headway.rl.groups import advantages_of, chosen, failure_note, groups_of, metrics_of, refuse_if_all_failed, shares
+from headway.rl.groups import advantages_of, chosen, failed_for_all, failure_note, groups_of, metrics_of, shares
 from headway.rl.packing import best_fit, pack_answers, per_answer, per_token, token_divergences
 from headway.rl.rollout import AnswerScore, Rollout
 from headway.rl.rollout_files import BatchHeader, RolloutBatch, RolloutFiles, from_lines, to_lines
@@ -348,19 +348,18 @@ def test_failed_rewards_are_told_with_their_number_and_the_first_reason() -> Non
 
 
 @pytest.mark.parametrize("policy", ["zero", "leave-out"])
-def test_a_reward_that_failed_for_every_answer_is_refused(policy: str) -> None:
+def test_a_reward_that_failed_for_every_answer_is_named_with_its_own_reason(policy: str) -> None:
     section = Rl(rewards=["math", "regex"], if_reward_fails=policy)
-    errors = ["regex: a\nmath: Traceback\n  File\nKeyError: 'a'", "math: its process ended", "math: b"]
+    errors = ["math: Traceback\n  File\nKeyError: 'a'\nregex: a", "math: its process ended", "regex: c\nmath: b"]
     failed = [rollout(0, answer, error=error) for answer, error in enumerate(errors)]
-    with pytest.raises(RecipeError, match="math failed for all 3 answers of the first batch: KeyError: 'a'") as raised:
-        refuse_if_all_failed(groups_of(failed, section), section, "headway rl samples R --step 1 --failed")
-    assert (
-        raised.value.hint
-        == "headway rl samples R --step 1 --failed; a reward may return 0 itself; only a new run scores them again"
-    )
+    said = "math failed for all 3 answers of the first batch: KeyError: 'a'"
+    assert failed_for_all(groups_of(failed, section), section) == said
+    first = [rollout(0, 0, error="regex: c\nmath: Traceback\nb")]
+    assert failed_for_all(groups_of(first, section), section) == "math failed for all 1 answer of the first batch: b"
 
 
 @pytest.mark.parametrize("errors", [[None, "math: a"], ["math: a", "regex: a"], []])
-def test_rewards_of_which_each_gave_some_value_are_not_refused(errors: list[str | None]) -> None:
+def test_rewards_of_which_each_gave_some_value_have_not_failed(errors: list[str | None]) -> None:
     section = Rl(rewards=["math", "regex"])
-    refuse_if_all_failed(groups_of([rollout(0, n, error=e) for n, e in enumerate(errors)], section), section, "")
+    groups = groups_of([rollout(0, answer, error=error) for answer, error in enumerate(errors)], section)
+    assert failed_for_all(groups, section) is None

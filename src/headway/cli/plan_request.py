@@ -34,6 +34,7 @@ from headway.plan.plan import plan as make_plan
 from headway.plan.settings import parse_mesh
 from headway.plan.task import SearchSpace
 from headway.recipe import Model, Recipe, Train, load_recipe
+from headway.recipe.exactness import with_exactness
 from headway.recipe.families.diffusion import DiffusionModel
 from headway.recipe.sample_tokens import with_sample_tokens
 from headway.track import runs_root
@@ -138,6 +139,7 @@ def load_request(options: PlanOptions) -> PlanRequest:
             raise UsageError("--fidelity limit cannot be calibrated", hint="leave out --fidelity or --calibrate-to")
         efficiencies, fidelity = _calibrated(options.calibrate_to), "calibrated"
     cluster = cluster_of(options.on, options.cluster, recipe.train.device)
+    recipe = with_exactness(recipe, "cpu" if cluster.chip.name == "cpu" else "cuda")
     if options.fidelity is None and fidelity == "default" and find_ceilings(cluster.chip) is not None:
         fidelity = "measured"  # the best available
     ceilings = _ceilings(options.ceilings, fidelity, cluster)

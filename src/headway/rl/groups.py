@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from headway.errors import RecipeError, WorkerError, plural
+from headway.errors import WorkerError, plural
 from headway.recipe.policy import PolicyGradient
 from headway.recipe.rl import Rl
 from headway.rl.advantages import (
@@ -86,18 +86,27 @@ def failure_note(groups: Sequence[Group], rl: Rl) -> str | None:
     return f"the reward of {len(errors)} of {plural(len(rollouts), 'answer')} failed, and {fate}: {reason}"
 
 
-def refuse_if_all_failed(groups: Sequence[Group], rl: Rl, show: str) -> None:
-    """Raise RecipeError if one reward, or the environment, failed for every answer; `show` is the command that prints
-    the answers."""
+def failed_for_all(groups: Sequence[Group], rl: Rl) -> str | None:
+    """Return in words which reward, or the environment, failed for every answer; None if none did."""
     scores = [rollout.score for group in groups for rollout in group.rollouts if rollout.score is not None]
-    errors = [score.error or "" for score in scores]
-    for name in (*(term.name for term in rl.rewards), ENVIRONMENT):
-        if errors and all(any(line.startswith(f"{name}: ") for line in error.splitlines()) for error in errors):
-            reason = errors[0].strip().splitlines()[-1]
-            raise RecipeError(
-                f"{name} failed for all {plural(len(errors), 'answer')} of the first batch: {reason}",
-                hint=f"{show}; a reward may return 0 itself; only a new run scores them again",
-            )
+    names = [*(term.name for term in rl.rewards), ENVIRONMENT]
+    for name in names if scores else ():
+        reasons = [_reason(score.error or "", name, names) for score in scores]
+        if None not in reasons:
+            return f"{name} failed for all {plural(len(scores), 'answer')} of the first batch: {reasons[0]}"
+    return None
+
+
+def _reason(error: str, name: str, names: Sequence[str]) -> str | None:
+    """Return the last line of what one source said of its failure, among those of others; None if it did not fail."""
+    reason = None
+    for line in error.strip().splitlines():
+        source = next((each for each in names if line.startswith(f"{each}: ")), None)
+        if source == name or (source is None and reason is not None):
+            reason = line.removeprefix(f"{name}: ")
+        elif reason is not None:
+            break
+    return reason
 
 
 def chosen(groups: Sequence[Group], rl: Rl, count: int) -> list[Group]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from headway.data.order import Ids
 from headway.data.prompts import PromptOrder, PromptReader
-from headway.errors import RunError, plural
+from headway.errors import RecipeError, RunError, plural
 from headway.parallel import ParallelModel, World
 from headway.parallel.objective import DeviceBatch
 from headway.recipe import Recipe
@@ -27,10 +27,10 @@ from headway.rl.groups import (
     Group,
     advantages_of,
     chosen,
+    failed_for_all,
     failure_note,
     groups_of,
     metrics_of,
-    refuse_if_all_failed,
     shares,
     weights_of,
 )
@@ -382,8 +382,8 @@ class RolloutFeed:
         """Return what each step of a batch learns from; all workers together."""
         sampled = groups_of(batch.rollouts, self._rl)
         show = self._run.command("rl samples", f"--step {step}", "--failed")
-        if step == 1:
-            refuse_if_all_failed(sampled, self._rl, show)
+        if step == 1 and (why := failed_for_all(sampled, self._rl)) is not None:
+            raise RecipeError(why, hint=f"{show}; a reward may return 0 itself; only a new run scores them again")
         if (note := failure_note(sampled, self._rl)) is not None:
             self._notify("failed", f"step {step}: {note}; {show} shows them")
         groups = chosen(sampled, self._rl, self._recipe.train.batch * self._rl.updates)
